@@ -1,0 +1,1 @@
+"""Hopper kernels: one operator a file, kernel and launcher, no policy."""

@@ -1,0 +1,1 @@
+"""Pure layers built on the operator set."""

@@ -1,0 +1,1 @@
+"""Precision: recipes, the plan, the quantised linear."""

@@ -1,0 +1,1 @@
+"""One recipe a file; the file name is the recipe's name."""

@@ -1,0 +1,1 @@
+"""The definition of every operator in torch, on any device; exact or row-invariant by construction."""

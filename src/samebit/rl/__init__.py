@@ -1,0 +1,1 @@
+"""One algorithm a file; the file name is the algorithm's name."""

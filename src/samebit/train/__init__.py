@@ -1,0 +1,1 @@
+"""The trainer: packing, optimiser step, checkpoints."""
