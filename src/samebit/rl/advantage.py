@@ -187,3 +187,17 @@ def generalised_advantages(
     if not columns:
         return torch.zeros_like(reward_T)
     return torch.stack(columns[::-1], dim=1)[real_BL]
+
+
+def token_advantages(
+    known: Outcomes, advantage_T: Tensor, return_T: Tensor | None = None
+) -> Advantages:
+    """`Advantages` from FP64 per-token values (already 0 where there is no verdict)."""
+    sums_B = torch.stack([part.sum() for part in advantage_T.split(known.lengths_B.tolist())])
+    mean_B = sums_B / known.lengths_B.clamp(min=1)
+    return Advantages(
+        advantage_T=advantage_T.float(),
+        include_B=known.verdict_B,
+        return_T=None if return_T is None else return_T.float(),
+        metrics=outcome_metrics(known, mean_B),
+    )

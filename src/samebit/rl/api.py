@@ -190,10 +190,18 @@ class Correction:
 
     needs: frozenset[Need] = frozenset()
     """`proximal`: old log-probs must come from the trainer; `shadow`: BF16 shadow log-probs."""
-    reweights: ClassVar[bool] = False
-    """Whether kept tokens are weighted by an importance ratio (two such make no sense together)."""
-    moves_bounds: ClassVar[bool] = False
+    corrects_rollout: bool = False
+    """Whether weights depend on rho = old / rollout at all."""
+    reweights: bool = False
+    """Whether kept tokens are weighted by rho (two such make no sense together)."""
+    moves_bounds: bool = False
     """Whether clip bounds are moved (needs an algorithm that clips)."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """What rho is taken over."""
+    prepares: bool = False
+    """Whether `prepare` must be called before each update."""
+    shadow_every: int = 0
+    """Every how many steps `prepare` wants shadow log-probs; 0: never."""
 
     def __init__(self, config: Any = None) -> None:
         self.config = config
@@ -201,8 +209,8 @@ class Correction:
     def prepare(self, batch: TokenBatch, lower: float, upper: float) -> Correction:
         """The correction to use for the coming update, from all tokens of the update, all ranks.
 
-        `lower` and `upper` are the algorithm's own bounds on the ratio (0.8 and 1.2). Only
-        `adaptive` and `calibrated` return something other than themselves.
+        `lower` and `upper` are the algorithm's own bounds on the ratio (0.8 and 1.2). Several
+        ranks gather the flat tensors first: all must return the same value.
         """
         return self
 

@@ -16,16 +16,13 @@ class Composed(Correction):
                 raise ValueError(f"two of the composed corrections {does}; keep one of them")
         self.parts = parts
         self.needs = frozenset().union(*(part.needs for part in parts))
-
-    @property
-    def reweights(self) -> bool:  # type: ignore[override]
-        """Whether a part does."""
-        return any(part.reweights for part in self.parts)
-
-    @property
-    def moves_bounds(self) -> bool:  # type: ignore[override]
-        """Whether a part does."""
-        return any(part.moves_bounds for part in self.parts)
+        self.corrects_rollout = any(part.corrects_rollout for part in parts)
+        self.reweights = any(part.reweights for part in parts)
+        self.moves_bounds = any(part.moves_bounds for part in parts)
+        self.prepares = any(part.prepares for part in parts)
+        self.shadow_every = max(part.shadow_every for part in parts)
+        movers = [part for part in parts if part.moves_bounds]
+        self.level = (movers or list(parts))[0].level
 
     def prepare(self, batch: TokenBatch, lower: float, upper: float) -> Correction:
         """Each part prepared."""

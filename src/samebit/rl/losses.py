@@ -21,12 +21,8 @@ def log_ratio(numerator_T: Tensor, denominator_T: Tensor) -> Tensor:
     return torch.clamp(numerator_T - denominator_T, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def sequence_sums(values_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
-    """Sum of `values_T` per sequence, FP64 [B]; differentiable and deterministic on every device.
-
-    Scatter-adds use atomics on CUDA, so each sequence gets a row of its own and rows are summed;
-    FP64 makes the sum independent of the row width to well below FP32.
-    """
+def sequence_rows(values_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
+    """One zero-padded row per sequence, FP64 [B, longest]; tokens in their order."""
     lengths_B = torch.bincount(sequence_T, minlength=num_sequences)
     width = int(lengths_B.max()) if lengths_B.numel() else 0
     order_T = torch.argsort(sequence_T, stable=True)
@@ -34,8 +30,22 @@ def sequence_sums(values_T: Tensor, sequence_T: Tensor, num_sequences: int) -> T
     starts_B = torch.cumsum(lengths_B, 0) - lengths_B
     column_T = torch.arange(sequence_T.numel(), device=sequence_T.device) - starts_B[sorted_T]
     rows_BL = values_T.new_zeros((num_sequences, width), dtype=torch.float64)
-    rows_BL = rows_BL.index_put((sorted_T, column_T), values_T[order_T].double())
-    return rows_BL.sum(dim=1)
+    return rows_BL.index_put((sorted_T, column_T), values_T[order_T].double())
+
+
+def sequence_sums(values_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
+    """Sum of `values_T` per sequence, FP64 [B]; differentiable and deterministic on every device.
+
+    Scatter-adds use atomics on CUDA, so each sequence gets a row of its own and rows are summed;
+    FP64 makes the sum independent of the row width to well below FP32.
+    """
+    return sequence_rows(values_T, sequence_T, num_sequences).sum(dim=1)
+
+
+def sequence_maxima(values_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
+    """Largest of the non-negative `values_T` per sequence, FP64 [B]; 0 for an empty one."""
+    rows_BL = sequence_rows(values_T, sequence_T, num_sequences)
+    return rows_BL.amax(dim=1) if rows_BL.shape[1] else rows_BL.sum(dim=1)
 
 
 def sequence_means(values_T: Tensor, batch: TokenBatch) -> Tensor:

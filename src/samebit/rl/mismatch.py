@@ -37,8 +37,8 @@ def measure(
     differing and as missing, and enter no mean. A trainer's NaN stays NaN in every number.
     """
     with torch.no_grad():
-        stale_T = torch.zeros_like(mask_T) if stale_T is None else stale_T
-        fresh_T, old_T = mask_T & ~stale_T, mask_T & stale_T
+        older_T = torch.zeros_like(mask_T) if stale_T is None else stale_T
+        fresh_T, old_T = mask_T & ~older_T, mask_T & older_T
         missing_T = torch.isnan(rollout_logp_T)
         known_T = fresh_T & ~missing_T
         unequal_T = differing(trainer_logp_T, rollout_logp_T)

@@ -29,7 +29,12 @@ class Correction(api.Correction):
     """min(rho, cap), detached."""
 
     needs = frozenset({"proximal"})
+    corrects_rollout = True
     reweights = True
+
+    def __init__(self, config: Config | None = None) -> None:
+        super().__init__(config or Config())
+        self.level = self.config.level
 
     def weights(self, batch: TokenBatch) -> Weights:
         """Token- or sequence-level truncated ratio."""
