@@ -22,7 +22,7 @@ class _Linear(Function):
         ops, spec = call.ops, call.spec
         operand = ops.quantize_activation(x_TK, spec.lhs)
         if call.observe is not None:
-            call.observe(operand)
+            call.observe(x_TK, operand)
         bias_N = None if bias is None else bias.bfloat16()
         y_TN = ops.gemm(operand, call.weight, spec, bias_N)
         ctx.call, ctx.has_bias = call, bias is not None
@@ -58,6 +58,24 @@ def linear(
 ) -> torch.Tensor:
     """BF16 [T, K] -> BF16 [T, N] under call.spec; gradients by call.backward."""
     return _Linear.apply(x_TK, master_NK, bias_N, call)  # type: ignore[return-value]
+
+
+class _GatherRows(Function):
+    @staticmethod
+    def forward(ctx: Any, x_TK: torch.Tensor, rows: torch.Tensor, ops: Any):
+        ctx.ops, ctx.num_rows = ops, x_TK.shape[0]
+        ctx.save_for_backward(rows)
+        return x_TK[rows]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        dx = ctx.ops.embed_backward(grads[0], ctx.saved_tensors[0], ctx.num_rows)
+        return dx.bfloat16(), None, None
+
+
+def gather_rows(x_TK: torch.Tensor, rows: torch.Tensor, ops: Any) -> torch.Tensor:
+    """x[rows]; repeated rows add their gradients in FP32, in order, before one rounding to BF16."""
+    return _GatherRows.apply(x_TK, rows, ops)  # type: ignore[return-value]
 
 
 class _RMSNorm(Function):

@@ -39,7 +39,7 @@ class Linear(nn.Module):
             self.weights["rollout"] = allocate_weight(
                 rows, shape.in_features, self.specs["rollout"].rhs, device
             )
-        self.observe: Callable[[Operand], None] | None = None
+        self.observe: Callable[[torch.Tensor, Operand], None] | None = None
 
     def forward(
         self, x_TK: torch.Tensor, side: str, token_groups: torch.Tensor | None
