@@ -18,7 +18,17 @@ from samebit.reference.quantize import dequantize_weight
 
 
 def _bytes(weight: QuantizedWeight) -> torch.Tensor:
-    return weight.codes.view(torch.uint8 if weight.codes.element_size() == 1 else torch.int16)
+    """The codes of real elements as integers; padding is left out of every share."""
+    codes = weight.codes.view(torch.uint8 if weight.codes.element_size() == 1 else torch.int16)
+    return codes if weight.scale is None else codes[weight.logical_rows(), : weight.features]
+
+
+def _zeros(weight: QuantizedWeight, codes: torch.Tensor) -> float:
+    """How many of `_bytes` encode zero of either sign."""
+    if weight.precision.format == "int8":
+        return float((codes == 0).sum())
+    negative_zero = 0x80 if codes.dtype == torch.uint8 else -0x8000
+    return float(((codes == 0) | (codes == negative_zero)).sum())
 
 
 class UpdateProbe:
@@ -34,18 +44,16 @@ class UpdateProbe:
         return [(n, m) for n, m in model.linears() if n.startswith(self.middle)]
 
     def measure(self) -> dict[str, float]:
-        """quant/codes_moved_share/<role>, quant/update_over_error/<role>, quant/weight_zero_share/<role>."""
-        moved: dict[str, list[float]] = {}
-        zero: dict[str, list[float]] = {}
+        """quant/codes_moved_share, weight_zero_share and update_over_error, each by role."""
+        moved: dict[str, tuple[float, float]] = {}
+        zero: dict[str, tuple[float, float]] = {}
         for name, module in self.model.linears():
-            now = _bytes(module.weights["rollout"])
-            counts = [float((now != self.codes[name]).sum()), float(now.numel())]
-            role = module.shape.role
-            moved[role] = [a + b for a, b in zip(moved.get(role, [0.0, 0.0]), counts, strict=True)]
-            zeros = float((module.weights["rollout"].codes.float() == 0).sum())
-            zero[role] = [
-                a + b for a, b in zip(zero.get(role, [0.0, 0.0]), [zeros, counts[1]], strict=True)
-            ]
+            weight, role = module.weights["rollout"], module.shape.role
+            now = _bytes(weight)
+            changed = float((now != self.codes[name]).sum())
+            for counts, hit in ((moved, changed), (zero, _zeros(weight, now))):
+                hits, total = counts.get(role, (0.0, 0.0))
+                counts[role] = (hits + hit, total + now.numel())
         out = {f"quant/codes_moved_share/{r}": a / b for r, (a, b) in moved.items()}
         out |= {f"quant/weight_zero_share/{r}": a / b for r, (a, b) in zero.items()}
         for name, module in self._measured(self.model):
