@@ -232,23 +232,26 @@ def _write_file(path: Path, sources: Sequence[TensorSource]) -> str:
     encoded += b" " * (-len(encoded) % 8)
     digest = hashlib.sha256()
     with open(path, "wb") as file:
-        for piece in _pieces(encoded, ordered):
+
+        def emit(piece: bytes | memoryview) -> None:
             file.write(piece)
             digest.update(piece)
+
+        emit(len(encoded).to_bytes(8, "little"))
+        emit(encoded)
+        for source in ordered:
+            # No name is bound to the data: the next tensor is loaded after this one is gone.
+            emit(_data_of(source))
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
 
 
-def _pieces(header: bytes, sources: Sequence[TensorSource]) -> Iterator[bytes | memoryview]:
-    yield len(header).to_bytes(8, "little")
-    yield header
-    for source in sources:
-        tensor = source.load()
-        assert tensor.dtype == source.dtype and tuple(tensor.shape) == source.shape, source.name
-        if tensor.numel():
-            flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            yield memoryview(flat.numpy())
+def _data_of(source: TensorSource) -> memoryview:
+    tensor = source.load()
+    assert tensor.dtype == source.dtype and tuple(tensor.shape) == source.shape, source.name
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())
 
 
 def write_json(path: Path, value: Any) -> None:
