@@ -129,7 +129,11 @@ def test_every_tensor_lands_under_its_name_in_bf16(tmp_path, tied):
     )
     config = read_config(folder)
     assert (config.tied, config.rope_theta, config.rms_eps) == (tied, 5000.0, 1e-5)
-    assert (config.head_dim, config.kv_heads, config.eos_ids) == (DIM, KV_HEADS, (TOKENIZER_SIZE - 1,))
+    assert (config.head_dim, config.kv_heads, config.eos_ids) == (
+        DIM,
+        KV_HEADS,
+        (TOKENIZER_SIZE - 1,),
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,7 +162,9 @@ def test_transformers_loads_it_and_the_tokenizer_splits_digits(tmp_path, caplog)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     tokenizer = Tokenizer(folder)
-    assert tokenizer.encode("<|im_end|>") == [TOKENIZER_SIZE - 1] and len(tokenizer.encode("123")) == 3
+    assert (
+        tokenizer.encode("<|im_end|>") == [TOKENIZER_SIZE - 1] and len(tokenizer.encode("123")) == 3
+    )
     text = "hello 12\n<|im_start|>\u00e9 \U0001f642  x"
     assert tokenizer.decode(tokenizer.encode(text), skip_special=False) == text
     assert len(tokenizer.apply_chat_template([{"role": "user", "content": "x"}])) > 5
