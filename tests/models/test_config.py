@@ -5,6 +5,8 @@ import math
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from samebit.models.config import read_config
 from tests.tiny import END_ID, TOKENIZER_SIZE, tiny_folder, write_tokenizer
@@ -173,3 +175,61 @@ def test_a_folder_without_config_or_tokenizer_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     with pytest.raises(ValueError, match=r"tokenizer\.json: no such file"):
         read_config(tmp_path)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=4,
+)
+CONFIG_KEYS = [
+    *LLAMA,
+    *("head_dim", "hidden_act", "max_position_embeddings", "rope_theta", "rope_scaling"),
+    *("rope_parameters", "tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype"),
+    *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    *("attention_bias", "partial_rotary_factor", "quantization_config"),
+]
+ROPE_VALUES = st.dictionaries(
+    st.sampled_from(["rope_type", "type", "rope_theta", "factor", "attention_factor", "truncate"]),
+    JSON_VALUES | st.sampled_from(["linear", "llama3", "yarn", "default"]),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    changes=st.dictionaries(st.sampled_from(CONFIG_KEYS), JSON_VALUES, min_size=1, max_size=3),
+    rope=st.none() | ROPE_VALUES,
+    family=st.sampled_from(["llama", "qwen2", "qwen3"]),
+)
+def test_no_config_escapes_as_anything_but_a_named_error(tmp_path_factory, changes, rope, family):
+    folder = tmp_path_factory.mktemp("config")
+    values = {"model_type": family, "rope_scaling": rope, **changes}
+    try:
+        config = read_config(write(folder, **values))
+    except ValueError as error:
+        assert str(folder) in str(error)
+    else:
+        assert isinstance(config.layers, int) and math.isfinite(config.rope_theta)
+        assert math.isfinite(config.rms_eps) and config.rms_eps > 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    changes=st.dictionaries(
+        st.sampled_from(["model", "added_tokens"]),
+        JSON_VALUES
+        | st.fixed_dictionaries({"vocab": JSON_VALUES | st.dictionaries(st.text(), JSON_VALUES)})
+        | st.lists(st.fixed_dictionaries({"id": JSON_VALUES})),
+        min_size=1,
+    )
+)
+def test_no_tokenizer_file_escapes_as_anything_but_a_named_error(tmp_path_factory, changes):
+    folder = write(tmp_path_factory.mktemp("tokenizer"))
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    try:
+        config = read_config(folder)
+    except ValueError as error:
+        assert str(path) in str(error)
+    else:
+        assert 0 < config.tokenizer_size <= config.vocab_size
