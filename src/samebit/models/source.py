@@ -91,9 +91,11 @@ def resolve(model: str, cache: str | Path | None = None) -> Path:
     cache_folder = Path(cache).expanduser() if cache is not None else default_cache()
     if model.startswith("pypi:"):
         return _from_package(model.removeprefix("pypi:"), cache_folder)
-    path = Path(model).expanduser()
-    # An empty name would be the current folder.
-    if model and path.is_dir():
+    if not model:
+        # Path("") would be the current folder.
+        raise ValueError("model is empty; give a folder, a .gguf file, a package or a hub id")
+    path = Path(os.path.expanduser(model))
+    if path.is_dir():
         return _check_folder(path)
     if path.suffix == ".gguf" and path.is_file():
         digest = sha256_of(path)

@@ -251,7 +251,7 @@ def _data_of(source: TensorSource) -> memoryview:
     tensor = source.load()
     assert tensor.dtype == source.dtype and tuple(tensor.shape) == source.shape, source.name
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())
+    return flat.numpy().data
 
 
 def write_json(path: Path, value: Any) -> None:
