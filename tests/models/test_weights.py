@@ -1,6 +1,7 @@
 """Checkpoints: what is read is what was written; anything unsound is refused by file name."""
 
 import errno
+import hashlib
 import json
 import struct
 import weakref
@@ -70,7 +71,10 @@ def test_the_writer_agrees_with_the_safetensors_library(tmp_path):
 
 
 def test_shards_and_index_agree_and_the_total_is_right(tmp_path):
-    write_checkpoint(tmp_path, sources_of(TENSORS), shard_bytes=50)
+    digests = write_checkpoint(tmp_path, sources_of(TENSORS), shard_bytes=50)
+    assert digests == {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in tmp_path.iterdir()
+    }
     index = json.loads((tmp_path / INDEX_FILE).read_text())
     # 48 bytes, then 10 + 12 + 0.
     assert index["metadata"]["total_size"] == 70

@@ -185,7 +185,7 @@ def sources_of(tensors: Mapping[str, torch.Tensor]) -> list[TensorSource]:
 def write_checkpoint(
     folder: str | Path, sources: Iterable[TensorSource], shard_bytes: int = SHARD_BYTES
 ) -> dict[str, str]:
-    """Write safetensors into `folder` and return {file name: sha256}.
+    """Write safetensors into `folder` and return {file name: sha256}, the index included.
 
     One file while all data fit into `shard_bytes`, else shards of at most that (a larger tensor
     gets a shard of its own) and an index whose total_size is exact. Memory: one tensor at a time.
@@ -211,7 +211,8 @@ def write_checkpoint(
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         digests[name] = _write_file(folder / name, shard)
         weight_map.update(dict.fromkeys((source.name for source in shard), name))
-    write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    digests[INDEX_FILE] = write_json(folder / INDEX_FILE, index)
     return digests
 
 
@@ -254,13 +255,14 @@ def _data_of(source: TensorSource) -> memoryview:
     return flat.numpy().data
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON, indented, and flush it to the disk."""
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2, ensure_ascii=False)
-        file.write("\n")
+def write_json(path: Path, value: Any) -> str:
+    """Write JSON, indented, and flush it to the disk; its sha256."""
+    encoded = (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    with open(path, "wb") as file:
+        file.write(encoded)
         file.flush()
         os.fsync(file.fileno())
+    return hashlib.sha256(encoded).hexdigest()
 
 
 @contextmanager
