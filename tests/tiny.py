@@ -105,8 +105,8 @@ def write_tokenizer(folder: str | Path, *, bos: str | None = None, pad: str | No
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
     folder = Path(folder)
-    vocab = {char: index for index, char in enumerate(_byte_chars() + list(MERGES))}
-    core = Tokenizer(models.BPE(vocab=vocab, merges=[_split(merge) for merge in MERGES]))
+    vocab = {char: index for index, char in enumerate(byte_chars() + list(MERGES))}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[split_merge(merge) for merge in MERGES]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIALS])
@@ -126,11 +126,13 @@ def write_tokenizer(folder: str | Path, *, bos: str | None = None, pad: str | No
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def _byte_chars() -> list[str]:
+def byte_chars() -> list[str]:
+    """The 256 characters that stand for bytes, in the order of their ids."""
     from tokenizers import pre_tokenizers
 
     return sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
-def _split(merge: str) -> tuple[str, str]:
+def split_merge(merge: str) -> tuple[str, str]:
+    """The two pieces that a merge joins."""
     return ("l", "lo") if merge == "llo" else (merge[0], merge[1:])

