@@ -99,10 +99,8 @@ class Task(TaskBase):
             return self._held_out_rows()[index]
         return self._train_row(index)
 
-    def reward(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | None]:
+    def grade(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | None]:
         """Grade the extracted answers; a completion without an answer earns 0."""
-        if len(prompts) != len(completions):
-            raise ValueError(f"{len(prompts)} prompts but {len(completions)} completions to grade.")
         answers: list[str | None] = []
         for completion in completions:
             answer = extract_answer(completion, self.config.extract)
@@ -110,11 +108,7 @@ class Task(TaskBase):
                 self.stats.add("too_long")
                 answer = None
             answers.append(answer)
-        rewards = self._scorer.score(prompts, answers)
-        unknown = sum(reward is None for reward in rewards)
-        self.stats.add("no_verdict", unknown)
-        self.stats.add("graded", len(rewards) - unknown)
-        return rewards
+        return self._scorer.score(prompts, answers)
 
     def close(self) -> None:
         """End the scorer's worker processes, where it has any."""
