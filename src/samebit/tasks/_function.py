@@ -27,7 +27,8 @@ def load_function(path: str) -> Callable[..., Any]:
     place, mark, name = path.rpartition(":")
     if not mark or not place or not name:
         raise ValueError(
-            f"reward_function = {path!r}: expected path/to/file.py:function or package.module:function."
+            f"reward_function = {path!r}: expected path/to/file.py:function or "
+            "package.module:function."
         )
     module = _load_file(place, path) if place.endswith(".py") else _load_module(place, path)
     if name not in vars(module):

@@ -107,7 +107,7 @@ def _lines(path: Path, encoding: str, max_row_bytes: int) -> Iterator[tuple[int,
 
 
 class _Recoded:
-    """A text file in another encoding, read as lines of UTF-8; undecodable bytes stay undecodable."""
+    """A text file in another encoding, read as lines of UTF-8; bad bytes stay undecodable."""
 
     def __init__(self, path: Path, encoding: str) -> None:
         self._text = path.open("r", encoding=encoding, errors="surrogateescape", newline="\n")

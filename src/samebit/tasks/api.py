@@ -78,7 +78,7 @@ class TaskConfig:
     task's own verifier."""
     reward_style: Literal["trl", "verl"] = "trl"
     """Its signature. trl: f(completions, prompts=..., **columns) -> list of float or None. verl:
-    compute_score(data_source, solution_str, ground_truth, extra_info) -> float or {"score": ...}."""
+    f(data_source, solution_str, ground_truth, extra_info) -> float or {"score": ...}."""
     completion_format: Literal["text", "messages"] = "text"
     """What a trl-style function gets as a completion: its text, or [{"role", "content"}]."""
     on_reward_error: Literal["stop", "no-verdict"] = "stop"

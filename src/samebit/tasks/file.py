@@ -59,7 +59,7 @@ class Config(TaskConfig):
     """Relative tolerance between plain numbers."""
     grading_workers: int = 2
     """Processes that grade what needs algebra."""
-    grading_cpu_seconds: float = 2.0
+    grading_cpu_seconds: float = 1.0
     """Processor time an answer may take; beyond it the reward is 0 and the time-out is counted."""
     grading_wall_seconds: float = 20.0
     """Wall-clock time an answer may take."""

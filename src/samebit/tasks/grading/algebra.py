@@ -10,7 +10,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from samebit.tasks.grading.plain import quick_verdict, take_apart
+from samebit.tasks.grading.plain import quick_verdict, split_pair
 
 _NUMBER_CODE = re.compile(
     r"\s*(Integer|Float|Symbol)\s*\(\s*'?([A-Za-z0-9_.+-]{1,20000})'?\s*\)\s*"
@@ -97,5 +97,5 @@ def grade(item: tuple[str, str, float]) -> float:
     if quick is not None:
         return float(quick)
     assert _library is not None, "setup comes first"
-    left, right = take_apart(gold), take_apart(answer)
+    left, right = split_pair(gold, answer)
     return float(_library.equal(left.text, right.text))

@@ -1,4 +1,4 @@
-"""Grade mathematical answers: extract, decide the plain cases here, the rest in worker processes."""
+"""Grade mathematical answers: extract, decide plain cases here, the rest in the workers."""
 
 from __future__ import annotations
 

@@ -13,17 +13,19 @@ from fractions import Fraction
 MAX_DIGITS = 1_000
 MAX_EXPONENT = 400
 MAX_DEPTH = 50
+UNIT_CHARACTERS = 80
 
 _DASHES = str.maketrans({"−": "-", "–": "-", "﹣": "-", "－": "-", "∶": ":", "　": " "})
 _SPACES = r"(?:[ \t\u00a0\u2009\u202f]|\\[,;:! ]|~)"
 _GROUPED = re.compile(
     r"(?<![\d.,}])([1-9]\d{0,2})"
     r"(?:(?:,\d{3})+|(?:\{,\}\d{3})+|(?:\\[,!; ]\d{3})+|(?:[ \u00a0\u2009\u202f~]\d{3})+)"
-    r"(?![\d,{}]|[ ]\d)"
+    r"(?![\d,{}]|[ ]\d)",
+    re.ASCII,
 )
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox|textrm|operatorname)\s*\{([^{}]*)\}")
 _TEXT_UNIT = re.compile(
-    r"(?:\\[,;:! ]|~|\s)*\\(?:text|mathrm|mbox|textrm)\s*\{\s*([A-Za-z/. ]{1,40}?)\s*\}"
+    r"\\(?:text|mathrm|mbox|textrm)\s*\{\s*([A-Za-z/. ]{1,40}?)\s*\}"
     r"\s*(\^\s*\{?\s*-?\d\s*\}?)?$"
 )
 _DEGREES = re.compile(r"(?:\s*\^\s*\{?\s*\\circ\s*\}?|°)$")
@@ -42,11 +44,14 @@ _NUMBER = r"(?:\d+\.?\d*|\.\d+)"
 _PLAIN = re.compile(
     rf"([+-]?)(?:({_NUMBER})(?:[eE]([+-]?\d{{1,4}}))?|(\d+)\s*/\s*(\d+)"
     rf"|(?:(\d+){_SPACES}*)?\\[dt]?frac\s*(?:\{{\s*([+-]?\d+)\s*\}}\s*\{{\s*(\d+)\s*\}}|(\d)(\d))"
-    rf"|(\d+) +(\d+)/(\d+))"
+    rf"|(\d+) +(\d+)/(\d+))",
+    re.ASCII,
 )
+_LETTER_UNIT = re.compile(r"(?<= )([mgshlL])\s*(\^\s*\{?\s*-?\d\s*\}?|[²³])?$")
 _VARIABLE = re.compile(r"([A-Za-z])\s*=\s*(?=[^=])")
-_DIGIT_GAP = re.compile(rf"(?<=\d)(?:{_SPACES}|\s)+(?=\d)")
-_SPACED_DIGITS = re.compile(rf"\d{_SPACES}+\d")
+_DIGIT_GAP = re.compile(rf"(?<=\d)(?:{_SPACES}|\s)+(?=\d)", re.ASCII)
+_SPACED_DIGITS = re.compile(rf"\d{_SPACES}+\d", re.ASCII)
+_END_SPACES = re.compile(rf"(?:{_SPACES}|\s)+\Z")
 _WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{3,}")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _MATH_WORDS = frozenset(
@@ -85,22 +90,41 @@ def _join_groups(match: re.Match[str]) -> str:
     return re.sub(r"\D", "", match.group(0))
 
 
-def take_apart(text: str) -> Answer:
-    """Split off a trailing unit: in a text command, a degree sign, or a known unit word."""
+def take_apart(text: str, *, letters: bool = False) -> Answer:
+    """Split off a trailing unit: in a text command, a degree sign, or a known unit word.
+
+    letters: take the one-letter units (m, g, s, h, l, L) after a space for units too; without it
+    they are variables.
+    """
     text = normalise(text)
-    degrees = _DEGREES.search(text)
-    if degrees and degrees.start() > 0:
-        return Answer(text[: degrees.start()].strip(), "deg")
-    for pattern in (_TEXT_UNIT, _WORD_UNIT):
-        found = pattern.search(text)
-        if found and found.start() > 0 and re.search(r"[\d})]", text[: found.start()]):
-            power = re.sub(r"[^\d²³-]", "", found.group(2) or "")
-            unit = " ".join(found.group(1).split()).rstrip(".") + power
-            return Answer(text[: found.start()].strip(), _UNIT_ALIASES.get(unit, unit))
+    # Units are short: looking at the end only keeps this linear.
+    cut = max(0, len(text) - UNIT_CHARACTERS)
+    head, tail = text[:cut], text[cut:]
+    for pattern in (_DEGREES, _TEXT_UNIT, _WORD_UNIT, *((_LETTER_UNIT,) if letters else ())):
+        found = pattern.search(tail)
+        if not found:
+            continue
+        body = _strip_end(head + tail[: found.start()])
+        if not body or body[-1] not in "0123456789.})":
+            continue
+        if pattern is _DEGREES:
+            return Answer(body, "deg")
+        power = re.sub(r"[^0-9²³-]", "", found.group(2) or "")
+        unit = " ".join(found.group(1).split()).rstrip(".") + power
+        return Answer(body, "deg" if unit in ("degree", "degrees") else unit)
     return Answer(text, "")
 
 
-_UNIT_ALIASES = {"degrees": "deg", "degree": "deg"}
+def _strip_end(text: str) -> str:
+    # Only so many spaces as fit: an end of ten thousand of them must not cost their square.
+    found = _END_SPACES.search(text, max(0, len(text) - UNIT_CHARACTERS))
+    return text[: found.start()] if found else text
+
+
+def split_pair(gold: str, answer: str) -> tuple[Answer, Answer]:
+    """Take both apart; a letter is a unit in the answer only where the gold answer has a unit."""
+    left = take_apart(gold, letters=True)
+    return left, take_apart(answer, letters=bool(left.unit))
 
 
 def plain_number(text: str) -> Fraction | None:
@@ -188,11 +212,15 @@ def quick_verdict(gold: str, answer: str, tolerance: float = 0.0) -> bool | None
 
     tolerance is relative and counts between plain numbers only.
     """
-    left, right = take_apart(gold), take_apart(answer)
+    if not gold.strip() or not answer.strip():
+        return gold.strip() == answer.strip()
+    if text_form(normalise(gold)) == text_form(normalise(answer)):
+        return True
+    left, right = split_pair(gold, answer)
     if left.unit and right.unit and left.unit != right.unit:
         return False
     if not right.text or not left.text:
-        return left.text == right.text and left.unit == right.unit
+        return False
     if text_form(left.text) == text_form(right.text):
         return True
     if is_words(left.text) or is_words(right.text):

@@ -47,7 +47,7 @@ class Outcome:
 class Limits:
     """Limits of one item. Processor time decides; wall-clock time catches what only waits."""
 
-    cpu_seconds: float = 2.0
+    cpu_seconds: float = 1.0
     wall_seconds: float = 20.0
     memory_mebibytes: int = 1024
 
