@@ -53,7 +53,7 @@ _DIGIT_GAP = re.compile(rf"(?<=\d)(?:{_SPACES}|\s)+(?=\d)", re.ASCII)
 _SPACED_DIGITS = re.compile(rf"\d{_SPACES}+\d", re.ASCII)
 _END_SPACES = re.compile(rf"(?:{_SPACES}|\s)+\Z")
 _WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{3,}")
-_COMMAND = re.compile(r"\\[A-Za-z]+")
+_COMMAND = re.compile(r"\\(?:begin|end)\s*\{[a-z]{1,20}\*?\}|\\[A-Za-z]+")
 _MATH_WORDS = frozenset(
     "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log exp lim max min gcd lcm mod "
     "sqrt det inf sup".split()
