@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import pathlib
+import sys
 
 import pytest
 
+from samebit.tasks._gym_scorers import UNSAFE
 from samebit.tasks.api import load_task
 
 ONE_DIGIT = {
@@ -134,3 +138,61 @@ def test_safe_scorers_give_the_gold_answer_everything(tokenizer, dataset):
 def test_a_scorer_that_evaluates_answers_is_refused_with_the_reason():
     with pytest.raises(ValueError, match=r"countdown evaluates the model's answer as code"):
         load_task("reasoning_gym", {"dataset": "countdown", "scoring": "dataset"})
+
+
+def test_the_list_of_unsafe_scorers_is_complete_for_the_installed_package():
+    """Watch what every scorer compiles from text when it is given an answer no data set has."""
+    from reasoning_gym import create_dataset
+    from reasoning_gym.factory import DATASETS
+
+    canary = "[7103, 7103]"
+    current: list[str] = []
+    caught: set[str] = set()
+
+    def watch(event, arguments):
+        if event == "compile" and current and arguments[1] in ("<string>", b"<string>"):
+            source = arguments[0]
+            text = source.decode() if isinstance(source, bytes) else str(source)
+            if "7103" in text:
+                caught.add(current[0])
+
+    sys.addaudithook(watch)
+    for name in sorted(set(DATASETS) - {"composite"}):
+        dataset = create_dataset(name, seed=0)
+        with contextlib.redirect_stdout(io.StringIO()):
+            entry = dataset[0]
+            current.append(name)
+            for answer in (canary, "7103"):
+                with contextlib.suppress(Exception):
+                    dataset.score_answer(answer, entry)
+            current.clear()
+    assert caught == set(UNSAFE) - {"composite"}
+
+
+def test_the_data_sets_own_scorer_pays_full_scores_only(tokenizer):
+    table = {"dataset": "chain_sum", "scoring": "dataset", "grading_workers": 1}
+    task = load_task("reasoning_gym", table)
+    task.bind(tokenizer)
+    prompt = task.prompts("train", 0, 1)[0]
+    gold = prompt.columns["answer"]
+    completions = [gold, f" {gold} ", f"It is {gold}", "wrong"]
+    assert task.reward([prompt] * 4, completions) == [1.0, 1.0, 0.0, 0.0]
+    task.close()
+    partial = load_task("reasoning_gym", {**table, "partial_credit": True})
+    partial.bind(tokenizer)
+    assert 0.0 < partial.reward([prompt], [f"It is {gold}"])[0] < 1.0
+    partial.close()
+
+
+def test_a_data_set_without_answers_needs_its_own_scorer(tokenizer):
+    with pytest.raises(ValueError, match="gives no answer to compare with"):
+        load_task("reasoning_gym", {"dataset": "graph_color"})
+    with pytest.raises(ValueError, match="partial_credit needs scoring = dataset"):
+        load_task("reasoning_gym", {"dataset": "gcd", "partial_credit": True})
+
+
+def test_a_data_set_with_prepared_items_stays_inside_them(tokenizer):
+    task = load_task("reasoning_gym", {"dataset": "word_ladder", "held_out_size": 4})
+    task.bind(tokenizer)
+    assert len(task.prompts("train", 10**9, 5)) == 5
+    assert len(task.held_out()) == 4

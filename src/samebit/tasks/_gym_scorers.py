@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from samebit.tasks._stats import RewardStats
 from samebit.tasks.grading.arithmetic import NotArithmeticError, evaluate
+from samebit.tasks.grading.pool import Outcome, Pool
 from samebit.types import Prompt
+
+logger = logging.getLogger(__name__)
 
 # Data sets whose own scorer passes the answer to eval or to sympy's parser (which calls eval).
 UNSAFE: Mapping[str, str] = {
     "binary_matrix": "eval",
+    "composite": "it runs the scorers of its members, and those may",
     "countdown": "sympy.parse_expr, which calls eval",
     "intermediate_integration": "sympy.parse_expr, which calls eval",
     "n_queens": "eval",
@@ -52,6 +57,43 @@ class ExactScorer:
         """Nothing to end."""
 
 
+class DatasetScorer:
+    """The package's own scorer, in worker processes with limits; white space is stripped first."""
+
+    def __init__(self, config: Any, dataset_size: int, stats: RewardStats) -> None:
+        self._partial = config.partial_credit
+        self._stats = stats
+        setup = (config.dataset, dict(config.parameters), dataset_size)
+        self._pool = Pool("samebit.tasks.grading.gym", setup, workers=config.grading_workers)
+
+    def score(self, prompts: Sequence[Prompt], answers: Sequence[str | None]) -> list[float | None]:
+        """Return 1 for a full score and 0 for less, or the score itself with partial credit."""
+        items = [
+            (
+                answer.strip(),
+                {key: prompt.columns[key] for key in ("question", "answer", "metadata")},
+            )
+            for prompt, answer in zip(prompts, answers, strict=True)
+            if answer is not None
+        ]
+        outcomes = iter(self._pool.grade(items))
+        return [0.0 if answer is None else self._reward(next(outcomes)) for answer in answers]
+
+    def _reward(self, outcome: Outcome) -> float | None:
+        if outcome.kind == "score" and outcome.value is not None:
+            return outcome.value if self._partial else float(outcome.value >= 1.0)
+        if outcome.kind in ("timeout", "memory"):
+            self._stats.add("timeouts" if outcome.kind == "timeout" else "memory")
+            return 0.0
+        self._stats.add("crashes")
+        logger.warning("the data set's scorer failed, no verdict: %s", outcome.detail)
+        return None
+
+    def close(self) -> None:
+        """End the workers."""
+        self._pool.close()
+
+
 def strictly_equal(answer: str, columns: Mapping[str, Any]) -> bool:
     """Say whether the answer is the data set's, white space at both ends aside."""
     return answer.strip() == str(columns["answer"]).strip()
@@ -79,7 +121,7 @@ def puzzle24_right(answer: str, columns: Mapping[str, Any]) -> bool:
 SAFE = {"countdown": countdown_right, "puzzle24": puzzle24_right}
 
 
-def make_scorer(config: Any, dataset: Any, stats: RewardStats) -> Scorer:
+def make_scorer(config: Any, dataset_size: int, stats: RewardStats) -> Scorer:
     """Return the scorer that `scoring` asks for; refuses an unsafe one with the reason."""
     if config.scoring == "auto" and config.dataset in SAFE:
         return ExactScorer(SAFE[config.dataset])
@@ -90,4 +132,4 @@ def make_scorer(config: Any, dataset: Any, stats: RewardStats) -> Scorer:
             f"scoring = 'dataset': the scorer of {config.dataset} evaluates the model's answer as "
             f"code ({UNSAFE[config.dataset]}). Use scoring = 'auto' or 'strict'."
         )
-    raise ValueError("scoring = 'dataset' is not available.")
+    return DatasetScorer(config, dataset_size, stats)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from samebit.tasks._config import build_config, nearest
+from samebit.tasks._function import RewardFunction
 from samebit.tasks._stats import RewardStats
 from samebit.types import Prompt
 
@@ -72,6 +73,17 @@ class TaskConfig:
     on_long_prompt: Literal["stop", "skip", "truncate_left"] = "stop"
     """What to do with a longer one: stop with its row, leave the row out and count it, or keep its
     last `max_prompt_tokens` tokens."""
+    reward_function: str = ""
+    """Your own reward, `path/to/file.py:function` or `package.module:function`; empty uses the
+    task's own verifier."""
+    reward_style: Literal["trl", "verl"] = "trl"
+    """Its signature. trl: f(completions, prompts=..., **columns) -> list of float or None. verl:
+    f(data_source, solution_str, ground_truth, extra_info) -> float or {"score": ...}."""
+    completion_format: Literal["text", "messages"] = "text"
+    """What a trl-style function gets as a completion: its text, or [{"role", "content"}]."""
+    on_reward_error: Literal["stop", "no-verdict"] = "stop"
+    """When it raises, or returns no finite number: stop the run with its own traceback, or count
+    the samples as without a verdict."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.held_out_share < 1.0:
@@ -107,6 +119,14 @@ class TaskBase(ABC):
         self.config = config
         self.stats = RewardStats()
         self._tokenizer: Tokenizer | None = None
+        self._function: RewardFunction | None = None
+        if config.reward_function:
+            self._function = RewardFunction(
+                config.reward_function,
+                style=config.reward_style,
+                completion_format=config.completion_format,
+                on_error=config.on_reward_error,
+            )
 
     @property
     @abstractmethod
@@ -118,8 +138,25 @@ class TaskBase(ABC):
         """Return row `index` of a split: a pure function of (config, split, index)."""
 
     @abstractmethod
+    def grade(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | None]:
+        """Grade by the task's own verifier; called by `reward`, with lists of equal length."""
+
     def reward(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | None]:
-        """Grade completion i as an answer to prompt i; None is no verdict, never a wrong answer."""
+        """Grade completion i as an answer to prompt i; None is no verdict, never a wrong answer.
+
+        Uses `reward_function` where one is set, else the task's verifier. Completions are the text
+        the model wrote, without the prompt and without the end token.
+        """
+        if len(prompts) != len(completions):
+            raise ValueError(f"{len(prompts)} prompts but {len(completions)} completions to grade.")
+        if self._function is None:
+            rewards = self.grade(prompts, completions)
+        else:
+            rewards = self._function(prompts, completions, self.stats)
+        unknown = sum(reward is None for reward in rewards)
+        self.stats.add("no_verdict", unknown)
+        self.stats.add("graded", len(rewards) - unknown)
+        return rewards
 
     def bind(self, tokenizer: Tokenizer) -> None:
         """Give the task its tokenizer; needed before `prompts`."""

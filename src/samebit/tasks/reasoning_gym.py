@@ -25,6 +25,9 @@ from samebit.types import Prompt
 MAX_TRIES = 20_000
 MAX_FRUITLESS = 4_000
 MAX_ANSWER_CHARACTERS = 20_000
+# Two of the generators hand the index to numpy, which takes 32 bits.
+ENDLESS_SIZE = 2**30
+PREPARED_SIZE = 4_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,8 @@ class Config(TaskConfig):
     answers are right (countdown, puzzle24), else strict."""
     partial_credit: bool = False
     """With scoring = dataset: pay fractions too, instead of 1 for a full score only."""
+    grading_workers: int = 2
+    """Processes that run the data set's scorer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,8 +82,9 @@ class Task(TaskBase):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._keep = re.compile(config.keep)
-        self._dataset = _open_dataset(config.dataset, config.parameters)
-        self._scorer: Scorer = make_scorer(config, self._dataset, self.stats)
+        self._dataset, self._size = _open_dataset(config.dataset, config.parameters)
+        self._scorer: Scorer = make_scorer(config, self._size, self.stats)
+        self._require_answers()
         self._shots, self._shot_texts = self._draw_shots()
         self._held_out: list[Row] | None = None
         self._train_row = lru_cache(maxsize=4096)(self._find_train_row)
@@ -99,10 +105,8 @@ class Task(TaskBase):
             return self._held_out_rows()[index]
         return self._train_row(index)
 
-    def reward(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | None]:
+    def grade(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | None]:
         """Grade the extracted answers; a completion without an answer earns 0."""
-        if len(prompts) != len(completions):
-            raise ValueError(f"{len(prompts)} prompts but {len(completions)} completions to grade.")
         answers: list[str | None] = []
         for completion in completions:
             answer = extract_answer(completion, self.config.extract)
@@ -110,11 +114,7 @@ class Task(TaskBase):
                 self.stats.add("too_long")
                 answer = None
             answers.append(answer)
-        rewards = self._scorer.score(prompts, answers)
-        unknown = sum(reward is None for reward in rewards)
-        self.stats.add("no_verdict", unknown)
-        self.stats.add("graded", len(rewards) - unknown)
-        return rewards
+        return self._scorer.score(prompts, answers)
 
     def close(self) -> None:
         """End the scorer's worker processes, where it has any."""
@@ -127,9 +127,17 @@ class Task(TaskBase):
         self._train_row.cache_clear()
 
     def _entry(self, stream: str, index: int, attempt: int) -> dict[str, Any]:
-        # A 30-bit index: two of the generators hand it to numpy, which takes 32 bits.
         digest = hashlib.sha256(f"{stream}/{index}/{attempt}".encode()).digest()
-        return self._dataset[int.from_bytes(digest[:4], "big") >> 2]
+        return self._dataset[int.from_bytes(digest[:8], "big") % self._size]
+
+    def _require_answers(self) -> None:
+        if self._entry("probe", 0, 0)["answer"] is not None:
+            return
+        if self.config.scoring != "dataset" or self.config.shots:
+            raise ValueError(
+                f"data set {self.config.dataset!r} gives no answer to compare with: "
+                "set scoring = 'dataset' and shots = 0."
+            )
 
     def _draw_shots(self) -> tuple[tuple[Message, ...], frozenset[str]]:
         messages: list[Message] = []
@@ -156,7 +164,7 @@ class Task(TaskBase):
     def _make_row(self, split: Split, index: int, entry: Mapping[str, Any]) -> Row:
         question = entry["question"]
         columns = {
-            "answer": str(entry["answer"]),
+            "answer": entry["answer"],
             "question": question,
             "metadata": entry["metadata"],
             "data_source": self.config.dataset,
@@ -210,8 +218,11 @@ class Task(TaskBase):
         return rows
 
 
-def _open_dataset(name: str, parameters: Mapping[str, Any]) -> Any:
-    """Create the generator; unknown names and parameters are refused with the nearest ones."""
+def _open_dataset(name: str, parameters: Mapping[str, Any]) -> tuple[Any, int]:
+    """Create the generator and say how many indices it has.
+
+    Unknown names and parameters are refused with the nearest ones.
+    """
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
@@ -222,7 +233,14 @@ def _open_dataset(name: str, parameters: Mapping[str, Any]) -> Any:
         if key not in known:
             raise ValueError(f"parameters.{key}: not a parameter of {name}.{nearest(key, known)}")
     try:
-        return reasoning_gym.create_dataset(name, seed=0, **parameters)
+        dataset = reasoning_gym.create_dataset(name, seed=0, **parameters)
+        try:
+            dataset[ENDLESS_SIZE - 1]
+        except IndexError:
+            # A few generators prepare `size` items and have no others.
+            size = PREPARED_SIZE
+            return reasoning_gym.create_dataset(name, seed=0, size=size, **parameters), size
+        return dataset, ENDLESS_SIZE
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(
             f"parameters of {name} = {dict(parameters)}: refused by reasoning-gym: {error}"

@@ -25,7 +25,7 @@ class NotArithmeticError(ValueError):
 def evaluate(text: str) -> tuple[Fraction, list[int]]:
     """Return the exact value and the whole numbers used, in order of appearance.
 
-    Raises NotArithmeticError for anything else: names, calls, powers, floats, `//`, division by zero,
+    Raises NotArithmeticError for anything else: names, calls, powers, floats, `//`, zero division,
     more than MAX_CHARACTERS characters or MAX_NUMBERS numbers, numbers of 16 or more digits.
     """
     text = text.strip().translate(_SYMBOLS)
