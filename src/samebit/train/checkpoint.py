@@ -86,7 +86,7 @@ def save(folder: Path, trainer: Trainer, progress: Progress, keep: int, about: d
             "version": trainer.model.version,
             **about,
         }
-        write_json(work / "state.json", state)
+        digests["state.json"] = write_json(work / "state.json", state)
         write_json(work / MANIFEST, {"files": digests, "step": progress.step})
     for old in _steps(folder)[:-keep] if keep > 0 else []:
         shutil.rmtree(old)
