@@ -7,10 +7,12 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from samebit.log import JsonLines, MetricsLog, format_metric, read_json_lines, step_line, timed
-from samebit.progress import Progress, format_seconds
+from samebit.log import JsonLines, MetricsLog, format_metric, read_json_lines, step_line
+from samebit.reporter import Reporter, format_seconds, last_line
+from samebit.types import Group, Prompt, Sample
 
 
 def test_numbers_json_lacks_are_strings_on_disk_and_floats_when_read(tmp_path: Path):
@@ -56,23 +58,44 @@ def test_resuming_drops_the_steps_after_the_checkpoint(tmp_path: Path):
     assert [r["step"] for r in records] == [0, 1, 2, 3, 4] and records[-1]["again"]
 
 
+def _group(name: str, rewards: tuple[float | None, ...]) -> Group:
+    prompt = Prompt(id=name, ids=(1,), text=f"{name}?", columns={"answer": 4})
+    none = np.zeros(1, np.float32)
+    samples = tuple(
+        Sample(name, i, (5,), none, none.astype(np.int32), "stop", text=f"{name}{i}")
+        for i in range(len(rewards))
+    )
+    return Group(prompt, samples, rewards)
+
+
 def test_metrics_log_writes_and_resumes(tmp_path: Path):
-    shown: list[str] = []
-    log = MetricsLog(tmp_path, total_steps=5, show=shown.append)
+    log = MetricsLog(tmp_path)
+    log.write(0, {"reward/eval_mean": 0.5})
     for step in (1, 2, 3):
+        log.samples(step, [_group("a", (1.0, None)), _group("b", (0.0,))], 2)
         log.write(step, {"reward/mean": step / 10, "mismatch/logp_abs_max": 0.0})
     log.close()
-    assert shown[0] == "step 1/5  reward 0.100  max|dlogp| 0"
-    with pytest.raises(
-        ValueError, match="already holds a run's metrics: continue it with --resume"
-    ):
-        MetricsLog(tmp_path)
-    log = MetricsLog(tmp_path, resumed_step=2)
+    log = MetricsLog(tmp_path, 2)
     log.write(3, {"reward/mean": 0.9})
     log.close()
     records = read_json_lines(tmp_path / "metrics.jsonl")
-    assert [(r["step"], r["reward/mean"]) for r in records] == [(1, 0.1), (2, 0.2), (3, 0.9)]
+    assert [(r["step"], r.get("reward/mean")) for r in records] == [
+        (0, None),
+        (1, 0.1),
+        (2, 0.2),
+        (3, 0.9),
+    ]
+    samples = read_json_lines(tmp_path / "samples.jsonl")
+    assert [(s["step"], s["completion"], s["reward"]) for s in samples] == [
+        (1, "a0", 1.0),
+        (1, "b0", 0.0),
+        (2, "a0", 1.0),
+        (2, "b0", 0.0),
+    ]
+    assert samples[0]["prompt"] == "a?" and samples[0]["answer"] == "4"
     assert list((tmp_path / "tb").glob("events.*"))
+    MetricsLog(tmp_path, 0).close()
+    assert read_json_lines(tmp_path / "metrics.jsonl") == []
 
 
 def test_zero_is_shown_as_zero_only_when_exact():
@@ -80,28 +103,43 @@ def test_zero_is_shown_as_zero_only_when_exact():
     assert step_line(3, 0, {"rl/clip_share_positive": 0.051}) == "step 3  clipped 5.1%"
 
 
-def test_timed_adds_up():
-    values: dict[str, float] = {}
-    for _ in range(2):
-        with timed(values, "rollout"):
-            pass
-    assert list(values) == ["time/rollout_s"] and values["time/rollout_s"] >= 0
+def test_the_last_line_says_exact_only_when_it_is():
+    exact = {"mismatch/logp_abs_max": 0.0, "mismatch/logp_abs_mean": 0.0}
+    assert "max |dlogp| 0  mean |dlogp| 0  (exactly 0" in last_line(exact)
+    assert "not the same bits" in last_line({"mismatch/logp_abs_max": 1e-7})
+
+
+def test_engine_progress_counts_to_the_end(monkeypatch: pytest.MonkeyPatch):
+    now = [0.0]
+    monkeypatch.setattr("samebit.reporter.time.monotonic", lambda: now[0])
+    stream = io.StringIO()
+    reporter = Reporter(stream)
+    update = reporter.progress("rollout")
+    update(0, 4, 8)
+    now[0] = 12.0
+    update(1, 4, 30)
+    update(4, 4, 60)
+    reporter.step(1, 2, {"reward/mean": 0.5})
+    assert stream.getvalue().splitlines() == [
+        "rollout: 1/4, 12s elapsed, about 36s left",
+        "step 1/2  reward 0.500",
+    ]
 
 
 def test_progress_off_a_terminal_is_plain_lines(monkeypatch: pytest.MonkeyPatch):
     now = [0.0]
-    monkeypatch.setattr("samebit.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("samebit.reporter.time.monotonic", lambda: now[0])
     stream = io.StringIO()
-    progress = Progress(stream)
-    with progress.task("sampling", 10) as advance:
+    reporter = Reporter(stream)
+    with reporter.task("sampling", 10) as advance:
         advance(1)
         now[0] = 20.0
         advance(3)
-    progress.line("done")
+    reporter.note("done")
     assert stream.getvalue() == "sampling: 4/10, 20s elapsed, about 30s left\ndone\n"
-    quiet = Progress(stream, quiet=True)
+    quiet = Reporter(stream, quiet=True)
     with quiet.task("x", 1) as advance:
         advance(1)
-    quiet.line("never")
+    quiet.note("never")
     assert "never" not in stream.getvalue()
     assert [format_seconds(s) for s in (42, 185, 7620)] == ["42s", "3m05s", "2h07m"]

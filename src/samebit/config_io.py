@@ -19,6 +19,9 @@ from typing import Any, Literal
 
 from samebit.config import Config
 from samebit.config_checks import check_config
+from samebit.config_dump import dump
+
+__all__ = ["dump", "known_keys", "load", "loads", "nearest_key"]
 
 SHORTCUTS = {"steps": "train.steps", "out": "run.out"}
 """Command-line names that stand for a dotted key."""

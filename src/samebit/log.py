@@ -1,7 +1,7 @@
 """Where a run's numbers go: metrics.jsonl, TensorBoard, the console; and progress for the patient.
 
-`JsonLines` is an append-only file that survives a crash in the middle of a line. `MetricsLog` writes
-a step's metrics everywhere. `Progress` shows what is being done, with an estimate of the time left.
+`JsonLines` is an append-only file that survives a crash in the middle of a line. `MetricsLog`
+writes a step's metrics and samples everywhere. `Reporter` tells people.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ import json
 import math
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from samebit.progress import Progress
+from samebit.reporter import Reporter, format_metric, step_line
+from samebit.types import Group
 
-__all__ = ["JsonLines", "MetricsLog", "Progress", "format_metric", "read_json_lines", "step_line"]
+__all__ = ["JsonLines", "MetricsLog", "Reporter", "format_metric", "read_json_lines", "step_line"]
 
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """JSON has no such numbers: they are written as these strings, which float() also understands."""
@@ -45,7 +44,7 @@ class JsonLines:
     """An append-only file of one JSON object a line, each on the disk before `append` returns.
 
     keep_through: a resumed step; records of later steps (key `step`) are dropped, and so is a last
-    line that a crash cut short. None keeps all records, 0 or less those of no step after it.
+    line that a crash cut short. None keeps all records.
     ValueError for a damaged line that is not the last.
     """
 
@@ -115,77 +114,56 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 class MetricsLog:
-    """Metrics of a run: metrics.jsonl, TensorBoard events in tb/, one line a step for people.
+    """Metrics of a run: metrics.jsonl, samples.jsonl, and TensorBoard events in tb/.
 
-    resumed_step: the step of the checkpoint a run continues from (its later records are dropped);
-    None starts anew, and ValueError when the folder already holds metrics. show: called with each
-    step's line (Progress.line), or None for silence.
+    resumed_step: the step of the checkpoint the run continues from; later records are dropped, at 0
+    all of them.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        *,
-        resumed_step: int | None = None,
-        total_steps: int = 0,
-        show: Callable[[str], None] | None = None,
-    ) -> None:
+    def __init__(self, folder: str | Path, resumed_step: int = 0) -> None:
         folder = Path(folder)
-        path = folder / "metrics.jsonl"
-        if resumed_step is None and path.exists() and path.stat().st_size:
-            raise ValueError(
-                f"{path} already holds a run's metrics: continue it with --resume, or choose "
-                "another folder with --out"
-            )
-        self._lines = JsonLines(path, resumed_step)
-        self._total, self._show = total_steps, show
+        # a run at step 0 writes its step-0 evaluation (again)
+        keep_through = resumed_step if resumed_step > 0 else -1
+        self._metrics = JsonLines(folder / "metrics.jsonl", keep_through)
+        self._samples = JsonLines(folder / "samples.jsonl", keep_through)
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        purge = None if resumed_step is None else resumed_step + 1
+        purge = resumed_step + 1 if resumed_step > 0 else 0
         self._board = SummaryWriter(str(folder / "tb"), purge_step=purge)
 
     def write(self, step: int, values: Mapping[str, float | int | str]) -> None:
         """One step's metrics, under docs/metrics.md's keys; on the disk when this returns."""
-        self._lines.append({"step": step, **values})
+        self._metrics.append({"step": step, **values})
         for key, value in values.items():
             if isinstance(value, (int, float)):
                 self._board.add_scalar(key, value, step)
         self._board.flush()
-        if self._show is not None:
-            self._show(step_line(step, self._total, values))
+
+    def samples(self, step: int, groups: Sequence[Group], limit: int) -> None:
+        """Up to `limit` of a step's completions: the first of each prompt, then the second, ..."""
+        most = max((len(g.samples) for g in groups), default=0)
+        turns = [(g, i) for i in range(most) for g in groups if i < len(g.samples)]
+        for group, i in turns[:limit]:
+            sample = group.samples[i]
+            record: dict[str, Any] = {
+                "step": step,
+                "prompt": group.prompt.text,
+                "completion": sample.text,
+                "reward": group.rewards[i] if group.rewards else None,
+                "finish_reason": sample.finish_reason,
+                "tokens": len(sample.ids),
+                "prompt_id": group.prompt.id,
+                "sample_id": sample.sample_id,
+            }
+            if "answer" in group.prompt.columns:
+                record["answer"] = str(group.prompt.columns["answer"])
+            self._samples.append(record)
 
     def close(self) -> None:
         """Flush and close every sink."""
-        self._lines.close()
+        self._metrics.close()
+        self._samples.close()
         self._board.close()
-
-
-_SHOWN = (
-    ("reward", "reward/mean", "{:.3f}"),
-    ("held-out", "reward/eval_mean", "{:.3f}"),
-    ("max|dlogp|", "mismatch/logp_abs_max", None),
-    ("length", "rollout/length_mean", "{:.0f}"),
-    ("entropy", "rl/entropy", "{:.2f}"),
-    ("clipped", "rl/clip_share_positive", "{:.1%}"),
-    ("grad", "train/grad_norm", "{:.2f}"),
-    ("tok/s", "perf/tokens_per_s", "{:.0f}"),
-    ("s", "time/step_s", "{:.1f}"),
-)
-
-
-def step_line(step: int, total: int, values: Mapping[str, Any]) -> str:
-    """`step 3/15  reward 0.412  max|dlogp| 0 ...`: the few numbers worth a glance."""
-    parts = [f"step {step:>{len(str(total))}}/{total}" if total else f"step {step}"]
-    for name, key, form in _SHOWN:
-        if key in values:
-            shown = format_metric(values[key]) if form is None else form.format(values[key])
-            parts.append(f"{name} {shown}")
-    return "  ".join(parts)
-
-
-def format_metric(value: float) -> str:
-    """A difference for people: `0` only where it is exactly 0."""
-    return "0" if value == 0 else f"{value:.3g}"
 
 
 def setup_logging(debug: bool = False, stream: TextIO | None = None) -> None:
@@ -198,14 +176,3 @@ def setup_logging(debug: bool = False, stream: TextIO | None = None) -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.DEBUG if debug else logging.INFO)
     root.propagate = False
-
-
-@contextmanager
-def timed(values: dict[str, float], phase: str) -> Iterator[None]:
-    """Add the seconds of the block to `values["time/<phase>_s"]`."""
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        key = f"time/{phase}_s"
-        values[key] = values.get(key, 0.0) + time.perf_counter() - start

@@ -8,7 +8,7 @@ from samebit.cli.arguments import Option, expect, parse
 from samebit.cli.keys import key_help
 from samebit.cli.validate import validate
 from samebit.config_io import load
-from samebit.progress import Progress
+from samebit.reporter import Reporter, last_line
 
 USAGE = "samebit train FILE [--recipe NAME] [--steps N] [--out DIR] [--resume] [--any.key VALUE]"
 OPTIONS = (
@@ -33,7 +33,7 @@ def run(args: Sequence[str]) -> int:
         return 0
     (path,) = expect(found, ["FILE"], USAGE)
     config = load(path, found.overrides)
-    validate(config, path)
+    validate(config, path)  # the loop repeats its warnings
     if found.flag("dry-run"):
         from samebit.config_dump import dump
 
@@ -41,5 +41,21 @@ def run(args: Sequence[str]) -> int:
         return 0
     from samebit.loop import train
 
-    train(config, found.flag("resume"), Progress(quiet=found.flag("quiet")))
+    reporter = Reporter(quiet=found.flag("quiet"))
+    try:
+        train(config, found.flag("resume"), reporter)
+    finally:
+        reporter.close()
+    _conclude(config.run.out)
     return 0
+
+
+def _conclude(folder: str) -> None:
+    """Write report.html; the last line is the mismatch over all steps."""
+    from samebit.report import write_report
+    from samebit.report.data import read_run, worst_mismatch
+
+    run = read_run(folder)
+    page = write_report([run], f"{folder}/report.html")
+    print(f"report: {page}")
+    print(last_line(worst_mismatch(run)))
