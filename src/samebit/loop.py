@@ -17,13 +17,15 @@ from typing import Any
 import torch
 
 from samebit.config import Config
-from samebit.config_io import dump
+from samebit.config_dump import dump
 from samebit.engine.api import load_engine
-from samebit.log import MetricsLog, Reporter
+from samebit.log import MetricsLog
 from samebit.models.load import load_model
 from samebit.models.source import resolve as resolve_model
 from samebit.models.tokenizer import Tokenizer
+from samebit.quant.flow import is_unified
 from samebit.quant.plan import load_recipe
+from samebit.reporter import Reporter
 from samebit.rl.checks import check_pair
 from samebit.rl.registry import load_algorithm, load_correction
 from samebit.tasks.api import load_task
@@ -58,7 +60,9 @@ class Run:
         self.tokenizer = Tokenizer(model_folder, self.model.config)
         self.task.bind(self.tokenizer)
         self.trainer = self._build_trainer(checks, model_folder)
-        self.engine = load_engine(config.rollout.engine)(self.model, config.rollout, self.tokenizer)
+        self.engine = load_engine(config.rollout.engine)(
+            self.model, config.rollout, self.tokenizer, config.seed
+        )
         self.progress = Progress()
         if resume:
             self._resume()
@@ -240,8 +244,6 @@ class _Checks:
             stop_ids=r.stop_ids,
             seed=config.seed,
         )
-        from samebit.quant.flow import is_unified
-
         for warning in check_pair(
             self.algorithm,
             self.correction,
