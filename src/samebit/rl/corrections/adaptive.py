@@ -47,6 +47,7 @@ class Correction(api.Correction):
     def __init__(self, config: Config | None = None, mix: float | None = None) -> None:
         super().__init__(config or Config())
         self.mix = mix
+        self.cap = self.config.cap
 
     def prepare(self, batch: TokenBatch, lower: float, upper: float) -> Correction:
         """A copy with the mix of this update."""
