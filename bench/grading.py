@@ -44,7 +44,7 @@ def fractions(source: random.Random, run: int, i: int) -> tuple[str, list[str]]:
 
 
 def algebra(source: random.Random, run: int, i: int) -> tuple[str, list[str]]:
-    """Roots, polynomials, intervals and sets: every answer distinct, all through math-verify."""
+    """Roots, polynomials, intervals and sets, all answers distinct: three in four need algebra."""
     a, b = 1000 * run + i + 2, source.randint(2, 60)
     shapes = [
         (f"{a}+\\sqrt{{{b}}}", "\\sqrt{{{1}}}+{0}"),
