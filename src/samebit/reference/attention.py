@@ -20,8 +20,8 @@ from samebit.spec import Attention
 ROWS = 16
 _NEVER = -1.0e30
 """Running maximum before any key: finite, so that differences never make NaN."""
-_CHUNK_SCORES = 1 << 18
-"""Scores alive at once: the elementwise passes stay in cache. Changes no bit."""
+_CHUNK_SCORES = 1 << 15
+"""Scores alive at once: a chunk's keys, values and scores stay in cache. Changes no bit."""
 
 
 def attention(
@@ -52,14 +52,8 @@ def attention(
     q = tiles.gather(q_THD, kv_heads).float()
     # one row per (storage row, KV head): a block's gather is then whole rows in their final order
     k, v = (x.reshape(-1, x.shape[-1]) for x in (k_SGD, v_SGD))
-    out = torch.zeros_like(q)
-    lse = torch.zeros(*q.shape[:3], 1, device=q.device)
-    for chunk in tiles.chunks:
-        rows = chunk.rows
-        out[chunk.tiles, :, :rows], lse[chunk.tiles, :, :rows] = _attend(
-            q[chunk.tiles], k, v, chunk, scale
-        )
-    return tiles.scatter(out, heads).bfloat16(), tiles.scatter(lse, heads)[..., 0]
+    outs, lses = zip(*(_attend(q[chunk.tiles], k, v, chunk, scale) for chunk in tiles.chunks))
+    return tiles.scatter(outs, heads).bfloat16(), tiles.scatter(lses, heads)[..., 0]
 
 
 def _attend(
@@ -76,8 +70,7 @@ def _attend(
     k, v = (_take(x, chunk.key_rows).float() for x in (k_RD, v_RD))
     if chunk.absent is not None:
         # storage past a sequence's end holds anything, NaN included: 0 * NaN must not reach P V
-        ends, absent = chunk.absent
-        v[ends] = v[ends].masked_fill_(absent[:, None, :, None], 0.0)
+        v.view(-1, v.shape[-1]).index_fill_(0, chunk.absent, 0.0)
     if chunk.pair_keys is not None:
         k, v = k.index_select(0, chunk.pair_keys), v.index_select(0, chunk.pair_keys)
     scores = _batched(q.index_select(0, chunk.pair_tile), k.transpose(2, 3))[:, :, :rows] * scale
@@ -132,17 +125,17 @@ class _Chunk:
     """Tiles worked on together, those that reach furthest first, and their (block, tile) pairs.
 
     Pairs are in block order; block j has the first counts[j] tiles. rows: used rows of ROWS.
-    tiles: int64 [n]. key_rows: int64 [U, G, KB], storage row * G + KV head of each distinct
-    (sequence, block). absent: int64 [A] which of those reach past the sequence's end, and bool [A, KB]
-    where. pair_keys: int64 [P], which of the U a pair reads (None: pair i reads i). pair_tile: int64
+    tiles: which n. key_rows: int64 [U, G, KB], storage row * G + KV head of each distinct
+    (sequence, block). absent: int64 [A], those of the U * G * KB rows past their sequence's end
+    (None: no such row). pair_keys: int64 [P], which of the U a pair reads (None: pair i reads i). pair_tile: int64
     [P]. last_pair: int64 [n]. hidden: int64 [M] pairs with a key after a query, bool [M, 1, rows, KB].
     """
 
     rows: int
-    tiles: torch.Tensor
+    tiles: slice
     counts: list[int]
     key_rows: torch.Tensor
-    absent: tuple[torch.Tensor, torch.Tensor] | None
+    absent: torch.Tensor | None
     pair_keys: torch.Tensor | None
     pair_tile: torch.Tensor
     last_pair: torch.Tensor
@@ -177,10 +170,25 @@ class _Tiles:
         )
         position[self.slot_of_row] = layout.positions
         self.position = position.view(self.num_tiles, self.tokens_per_tile)
+        cuts = self._cut()
+        self._renumber([t for tiles, _, _ in cuts for t in tiles])
         key_rows = F.pad(layout.key_rows, (0, -layout.key_rows.shape[1] % block))
         self._keys = key_rows.view(key_rows.shape[0], -1, block)
         self._ends = layout.context_lengths
-        self.chunks = [self._chunk(*c) for c in self._cut()]
+        self.chunks: list[_Chunk] = []
+        first = 0
+        for tiles, blocks, rows in cuts:
+            self.chunks.append(self._chunk(slice(first, first + len(tiles)), blocks, rows))
+            first += len(tiles)
+
+    def _renumber(self, order: list[int]) -> None:
+        """Put the tiles in `order`, so that a chunk's tiles lie side by side."""
+        index = torch.tensor(order, device=self.position.device)
+        place = torch.empty_like(index)
+        place[index] = torch.arange(len(order), device=index.device)
+        n = self.tokens_per_tile
+        self.slot_of_row = place[self.slot_of_row // n] * n + self.slot_of_row % n
+        self.position, self.sequence = self.position[index], self.sequence[index]
 
     def _cut(self) -> list[tuple[list[int], list[int], int]]:
         """(tiles, blocks of each, used rows): tiles of one token apart, the furthest reaching first."""
@@ -199,32 +207,32 @@ class _Tiles:
             room -= size
         return cuts
 
-    def _chunk(self, tiles: list[int], blocks: list[int], rows: int) -> _Chunk:
+    def _chunk(self, tiles: slice, blocks: list[int], rows: int) -> _Chunk:
         device = self.position.device
         index = lambda x: torch.tensor(x, dtype=torch.int64, device=device)  # noqa: E731
         counts = [sum(b > j for b in blocks) for j in range(blocks[0])]
         pair_tile = [i for count in counts for i in range(count)]
         pair_block = [j for j, count in enumerate(counts) for _ in range(count)]
         firsts = [sum(counts[:j]) for j in range(len(counts))]
-        sequence = self.sequence[index(tiles)]
+        sequence = self.sequence[tiles]
         pairs = list(zip((sequence.tolist()[i] for i in pair_tile), pair_block, strict=True))
         number = {pair: n for n, pair in enumerate(dict.fromkeys(pairs))}
         distinct_sequence, distinct_block = index(list(number)).unbind(1)
         offsets = torch.arange(self.block, device=device)
         key_position = distinct_block[:, None] * self.block + offsets
         absent = key_position >= self._ends[distinct_sequence, None]
-        ends = absent.any(1).nonzero().flatten()
-        query_position = self.position[index(tiles)][:, : rows // self.group][index(pair_tile)]
+        absent = absent[:, None].expand(-1, self.kv_heads, -1).flatten().nonzero().flatten()
+        query_position = self.position[tiles][:, : rows // self.group][index(pair_tile)]
         first_key = index(pair_block)[:, None, None, None] * self.block
         hidden = first_key + offsets > query_position.repeat_interleave(self.group, 1)[:, None, :, None]
         partial = hidden.flatten(1).any(1).nonzero().flatten()
         rows_of_keys = self._keys[distinct_sequence, distinct_block][:, None] * self.kv_heads
         return _Chunk(
             rows=rows,
-            tiles=index(tiles),
+            tiles=tiles,
             counts=counts,
             key_rows=rows_of_keys + torch.arange(self.kv_heads, device=device)[:, None],
-            absent=(ends, absent[ends]) if len(ends) else None,
+            absent=absent if len(absent) else None,
             pair_keys=None if len(number) == len(pairs) else index([number[p] for p in pairs]),
             pair_tile=index(pair_tile),
             last_pair=index([firsts[b - 1] + i for i, b in enumerate(blocks)]),
@@ -241,11 +249,12 @@ class _Tiles:
         rows = rows.permute(0, 2, 1, 3, 4).reshape(self.num_tiles, kv_heads, -1, dim)
         return F.pad(rows, (0, 0, 0, ROWS - rows.shape[2]))
 
-    def scatter(self, x: torch.Tensor, heads: int) -> torch.Tensor:
-        """[tiles, G, ROWS, C] -> [T, H, C]."""
+    def scatter(self, chunks: tuple[torch.Tensor, ...], heads: int) -> torch.Tensor:
+        """[tiles, G, rows, C] of each chunk -> [T, H, C]."""
+        rows = self.tokens_per_tile * self.group
+        x = torch.cat([F.pad(c, (0, 0, 0, rows - c.shape[2])) for c in chunks])
         tiles, kv_heads, _, width = x.shape
-        x = x[:, :, : self.tokens_per_tile * self.group]
-        x = x.reshape(tiles, kv_heads, self.tokens_per_tile, self.group, width)
+        x = x.view(tiles, kv_heads, self.tokens_per_tile, self.group, width)
         x = x.permute(0, 2, 1, 3, 4).reshape(-1, heads, width)
         return x.index_select(0, self.slot_of_row)
 
