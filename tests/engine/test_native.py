@@ -131,16 +131,23 @@ def test_refresh_drops_what_older_weights_computed(tmp_path):
     for parameter in model.parameters():
         parameter.data.mul_(0.8)
     model.refresh()
-    assert drawn(engine.generate(*request)) == drawn(Naive(model, TIGHT, None, 0).generate(*request))
+    assert drawn(engine.generate(*request)) == drawn(
+        Naive(model, TIGHT, None, 0).generate(*request)
+    )
 
 
 def test_refresh_with_equal_weights_changes_no_code_scale_or_address(model):
     """A26, A29: the same weights again are a no-op, in place."""
+
     def state():
         weights = [w for _, m in model.linears() for w in m.weights.values()]
         return [
-            (w.codes.data_ptr(), w.scale.data_ptr(), w.codes.view(-1).float().sum().item(),
-             w.scale.sum().item())
+            (
+                w.codes.data_ptr(),
+                w.scale.data_ptr(),
+                w.codes.view(-1).float().sum().item(),
+                w.scale.sum().item(),
+            )
             for w in weights
         ]
 
@@ -189,11 +196,15 @@ def test_length_limits(tmp_path):
         (group,) = engine.generate([Prompt("a", (1,) * 39, "")], 1, Sampling(max_tokens=9))
         assert len(group.samples[0].ids) == 1 and group.samples[0].finish_reason == "length"
         for length in (40, 41):
-            with pytest.raises(ValueError, match=f"'b' is too long: {length} tokens, .* 40 positions"):
+            with pytest.raises(
+                ValueError, match=f"'b' is too long: {length} tokens, .* 40 positions"
+            ):
                 engine.generate(
                     [Prompt("a", (1,), ""), Prompt("b", (1,) * length, "")], 1, Sampling()
                 )
-    single = Native(model, RolloutConfig(), None, 0).generate([Prompt("s", (3,), "")], 2, Sampling())
+    single = Native(model, RolloutConfig(), None, 0).generate(
+        [Prompt("s", (3,), "")], 2, Sampling()
+    )
     assert all(len(s.ids) <= 39 for s in single[0].samples)
 
 

@@ -224,7 +224,9 @@ class _Tiles:
         absent = absent[:, None].expand(-1, self.kv_heads, -1).flatten().nonzero().flatten()
         query_position = self.position[tiles][:, : rows // self.group][index(pair_tile)]
         first_key = index(pair_block)[:, None, None, None] * self.block
-        hidden = first_key + offsets > query_position.repeat_interleave(self.group, 1)[:, None, :, None]
+        hidden = (
+            first_key + offsets > query_position.repeat_interleave(self.group, 1)[:, None, :, None]
+        )
         partial = hidden.flatten(1).any(1).nonzero().flatten()
         rows_of_keys = self._keys[distinct_sequence, distinct_block][:, None] * self.kv_heads
         return _Chunk(
