@@ -1,4 +1,4 @@
-"""Tokens per second of the rollout engine, and of the training forward and backward, on this machine.
+"""Tokens per second of the rollout engine, and of the training forward and backward on this CPU.
 
     python bench/rollout.py --out bench/results/cpu/rollout.json [--recipes bf16 fp8] [--repeats 3]
 
@@ -9,6 +9,7 @@ rollout of SmolLM2-135M over random prompts with end ids that never come.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import subprocess
@@ -51,7 +52,7 @@ def decode_rate(model: Decoder, sequences: int, prompt: int, tokens: int, repeat
             Sampling(max_tokens=tokens),
             progress=lambda *_: times.append(time.perf_counter()),  # noqa: B023
         )
-        steps = [b - a for a, b in zip(times, times[1:], strict=False)]
+        steps = [b - a for a, b in itertools.pairwise(times)]
         prefill_steps = len(steps) - (tokens - 1)
         best_prefill = min(best_prefill, sum(steps[:prefill_steps]))
         best_step = min(best_step, *steps[prefill_steps:])

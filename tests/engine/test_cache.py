@@ -1,4 +1,4 @@
-"""Pages: references, sharing by exact content, eviction; and the sparse draw against the dense one."""
+"""Pages: references, sharing by exact content, eviction; the sparse draw against the dense."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paged engine equals the cacheless oracle, whatever the batch, the pages and the preemptions."""
+"""The paged engine equals the cacheless oracle, whatever the batch, pages and preemptions."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from samebit.types import Group, Sampling
 
 
 def packed(groups: list[Group]) -> tuple[torch.Tensor, PackedLayout, torch.Tensor, torch.Tensor]:
-    """(ids, layout, rows whose hidden predicts a sampled token, those tokens), the prompt shared."""
+    """(ids, layout, rows whose hidden predicts a sampled token, those tokens); shared prompts."""
     ids: list[int] = []
     segments: list[Segment] = []
     rows: list[int] = []

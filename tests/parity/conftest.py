@@ -1,4 +1,4 @@
-"""Parity holds at one thread and at two; most tests run at one, which is faster for tiny tensors."""
+"""Parity holds at one thread and at two; most tests run at one, faster for tiny tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a real checkpoint: 512 tokens with page crossings, joins, leaves and preemption, bit for bit."""
+"""On a real checkpoint: 512 tokens with page crossings, joins, leaves and preemption, exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine: paged KV cache, continuous batching, prompts computed once, on the model's own modules."""
+"""The engine: paged KV cache, continuous batching, prompts computed once, the model's modules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AUTO_CACHE_BYTES = 2 << 30
 
 
 def keep_freed_memory() -> None:
-    """Ask glibc to keep what is freed: otherwise each temporary of some MB is faulted in page by page.
+    """Ask glibc to keep what is freed: else every temporary of some MB is faulted in again.
 
     Where the C library has no mallopt nothing changes but the speed.
     """

@@ -52,7 +52,9 @@ def attention(
     q = tiles.gather(q_THD, kv_heads).float()
     # one row per (storage row, KV head): a block's gather is then whole rows in their final order
     k, v = (x.reshape(-1, x.shape[-1]) for x in (k_SGD, v_SGD))
-    outs, lses = zip(*(_attend(q[chunk.tiles], k, v, chunk, scale) for chunk in tiles.chunks))
+    outs, lses = zip(
+        *[_attend(q[chunk.tiles], k, v, chunk, scale) for chunk in tiles.chunks], strict=True
+    )
     return tiles.scatter(outs, heads).bfloat16(), tiles.scatter(lses, heads)[..., 0]
 
 
@@ -96,7 +98,7 @@ def _attend(
 
 
 def _running_maxima(scores: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per pair: the maximum up to and including its block, and (maximum before) - (maximum after)."""
+    """Per pair: the maximum up to and including its block, and maximum before - after it."""
     maxima = scores.amax(-1)
     keeps = torch.empty_like(maxima)
     m = torch.full_like(maxima[: counts[0]], _NEVER)
@@ -127,8 +129,9 @@ class _Chunk:
     Pairs are in block order; block j has the first counts[j] tiles. rows: used rows of ROWS.
     tiles: which n. key_rows: int64 [U, G, KB], storage row * G + KV head of each distinct
     (sequence, block). absent: int64 [A], those of the U * G * KB rows past their sequence's end
-    (None: no such row). pair_keys: int64 [P], which of the U a pair reads (None: pair i reads i). pair_tile: int64
-    [P]. last_pair: int64 [n]. hidden: int64 [M] pairs with a key after a query, bool [M, 1, rows, KB].
+    (None: no such row). pair_keys: int64 [P], which of the U a pair reads (None: pair i reads i).
+    pair_tile: int64 [P]. last_pair: int64 [n]. hidden: int64 [M], pairs with a key after a query,
+    and bool [M, 1, rows, KB], where.
     """
 
     rows: int
@@ -191,7 +194,7 @@ class _Tiles:
         self.position, self.sequence = self.position[index], self.sequence[index]
 
     def _cut(self) -> list[tuple[list[int], list[int], int]]:
-        """(tiles, blocks of each, used rows): tiles of one token apart, the furthest reaching first."""
+        """(tiles, blocks of each, used rows): one-token tiles apart, the furthest reaching first."""
         blocks = (self.position.amax(1) // self.block + 1).tolist()
         single = ((self.position >= 0).sum(1) == 1).tolist()
         cuts: list[tuple[list[int], list[int], int]] = []

@@ -18,7 +18,7 @@ _LN2_LOW = 1.42860682030941723212e-6
 _EXP_TERMS = (1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0)
 _SQRT_HALF_BITS = 0x3F3504F3
 _ROUNDER = 1.5 * 2.0**23
-"""Adding it rounds |x| < 2^22 to the nearest even integer and leaves that integer in the low bits."""
+"""Adding it rounds |x| < 2^22 to the nearest even integer and leaves it in the low bits."""
 _JUST_BELOW = -87.30000305175781 - 2.0**-17
 """The FP32 number before fl(-87.3)."""
 _PIECE = 1 << 16

@@ -27,7 +27,7 @@ ROW_LIMIT = 512
 """... and at most this many rows a call: a finite set of shapes, all of them checkable."""
 _EXACT_ROWS = 128
 _EXACT_TILE = 1 << 16
-"""Rows and elements of FP64 work per pass: keeps a tile in cache. Changes no bit (sums are exact)."""
+"""Rows and elements of FP64 work per pass: keeps a tile in cache. Changes no bit (exact sums)."""
 
 
 def matmul_rows(x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
