@@ -8,8 +8,10 @@ same thing, and `key_rows` is that thing: for each sequence, the storage row of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -26,8 +28,19 @@ class Segment:
     prefix_length: int = 0
 
 
+class _Derived:
+    """What operators work out from a layout once and read in every layer."""
+
+    def derived(self, name: str, make: Callable[[], Any]) -> Any:
+        """The value kept under `name`, made now when it is not there yet (layouts never change)."""
+        held = self.__dict__.setdefault("_derived", {})
+        if name not in held:
+            held[name] = make()
+        return held[name]
+
+
 @dataclass(frozen=True)
-class PackedLayout:
+class PackedLayout(_Derived):
     """A packed training batch: segments in row order, covering every row once."""
 
     segments: tuple[Segment, ...]
@@ -89,7 +102,7 @@ class PackedLayout:
 
 
 @dataclass(frozen=True)
-class PagedLayout:
+class PagedLayout(_Derived):
     """A batch over a paged KV cache: prefill, chunked prefill and decode alike.
 
     block_table: int64 [B, P], page ids of each sequence in order. query_sequence, positions:

@@ -8,7 +8,10 @@ absolute position alone, and an absent key contributes an exact zero.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F
 
 from samebit.layout import Layout, PackedLayout, Segment
 from samebit.reference.exact import exp, log, row_sum
@@ -17,6 +20,8 @@ from samebit.spec import Attention
 ROWS = 16
 _NEVER = -1.0e30
 """Running maximum before any key: finite, so that differences never make NaN."""
+_CHUNK_SCORES = 1 << 15
+"""Scores alive at once: a chunk's keys, values and scores stay in cache. Changes no bit."""
 
 
 def attention(
@@ -37,36 +42,78 @@ def attention(
             f"the CPU reference has no attention over a {spec.kv} KV cache (split "
             f"{spec.kv_split}); use a recipe with a BF16 KV cache there"
         )
-    heads = q_THD.shape[1]
+    _, heads, _ = q_THD.shape
     kv_heads = k_SGD.shape[1]
-    if heads // kv_heads > ROWS:
-        raise ValueError(
-            f"{heads // kv_heads} query heads per KV head; at most {ROWS} are supported"
-        )
-    tiles = _Tiles(layout, heads // kv_heads)
+    group = heads // kv_heads
+    if group > ROWS:
+        raise ValueError(f"{group} query heads per KV head; at most {ROWS} are supported")
+    key = f"tiles/{group}/{kv_heads}/{spec.kv_block}"
+    tiles = layout.derived(key, lambda: _Tiles(layout, group, kv_heads, spec.kv_block))
     q = tiles.gather(q_THD, kv_heads).float()
-    m = torch.full(q.shape[:3], _NEVER, device=q.device)
-    total = torch.zeros_like(m)
-    acc = torch.zeros_like(q)
-    key_rows = _padded_key_rows(layout.key_rows, spec.kv_block)
-    for block in range(tiles.num_blocks(spec.kv_block)):
-        active = tiles.active(block * spec.kv_block)
-        rows = key_rows[tiles.sequence[active], block * spec.kv_block : (block + 1) * spec.kv_block]
-        k = k_SGD[rows].permute(0, 2, 3, 1).float()
-        v = v_SGD[rows].permute(0, 2, 1, 3).float()
-        scores = _batched(q[active], k).mul_(scale)
-        position = torch.arange(rows.shape[1], device=q.device) + block * spec.kv_block
+    # one row per (storage row, KV head): a block's gather is then whole rows in their final order
+    k, v = (x.reshape(-1, x.shape[-1]) for x in (k_SGD, v_SGD))
+    outs, lses = zip(
+        *[_attend(q[chunk.tiles], k, v, chunk, scale) for chunk in tiles.chunks], strict=True
+    )
+    return tiles.scatter(outs, heads).bfloat16(), tiles.scatter(lses, heads)[..., 0]
+
+
+def _attend(
+    q: torch.Tensor, k_RD: torch.Tensor, v_RD: torch.Tensor, chunk: _Chunk, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [n, G, rows, D], lse [n, G, rows, 1]) of a chunk's tiles, q FP32 [n, G, ROWS, D].
+
+    k, v: BF16 [storage rows * G, D].
+
+    Online softmax: products and exponentials of all (block, tile) pairs at once, then folded in
+    block order. P is rounded to BF16 before P V.
+    """
+    rows = chunk.rows
+    k, v = (_take(x, chunk.key_rows).float() for x in (k_RD, v_RD))
+    if chunk.absent is not None:
         # storage past a sequence's end holds anything, NaN included: 0 * NaN must not reach P V
-        absent = position[None] >= layout.context_lengths[tiles.sequence[active], None]
-        v.masked_fill_(absent[:, None, :, None], 0.0)
-        hidden = position[None, None, None, :] > tiles.row_position[active][:, None, :, None]
-        scores.masked_fill_(hidden, float("-inf"))
-        m[active], total[active], acc[active] = _online_step(
-            scores, v, hidden, m[active], total[active], acc[active]
-        )
-    out = tiles.scatter((acc / total[..., None]), heads)
-    lse = tiles.scatter((m + log(total))[..., None], heads)[..., 0]
-    return out.bfloat16(), lse
+        v.view(-1, v.shape[-1]).index_fill_(0, chunk.absent, 0.0)
+    if chunk.pair_keys is not None:
+        k, v = k.index_select(0, chunk.pair_keys), v.index_select(0, chunk.pair_keys)
+    scores = _batched(q.index_select(0, chunk.pair_tile), k.transpose(2, 3))[:, :, :rows] * scale
+    partial, hidden = chunk.hidden
+    scores[partial] = scores[partial].masked_fill_(hidden, float("-inf"))
+    maxima, keeps = _running_maxima(scores, chunk.counts)
+    p = exp(scores.sub_(maxima[..., None]))
+    sums = row_sum(p)
+    padded = torch.zeros(*p.shape[:2], ROWS, p.shape[3], device=p.device)
+    padded[:, :, :rows] = p.bfloat16()
+    products = _batched(padded, v)[:, :, :rows]
+    keep, first = exp(keeps), 0
+    total = torch.zeros(chunk.counts[0], *sums.shape[1:], device=p.device)
+    acc = torch.zeros(chunk.counts[0], *products.shape[1:], device=p.device)
+    for count in chunk.counts:
+        pairs = slice(first, first + count)
+        total[:count].mul_(keep[pairs]).add_(sums[pairs])
+        acc[:count].mul_(keep[pairs, ..., None]).add_(products[pairs])
+        first += count
+    # a tile leaves the loop after its last block: its final maximum stands in that block's pair
+    lse = maxima[chunk.last_pair] + log(total)
+    return acc.div_(total[..., None]), lse[..., None]
+
+
+def _running_maxima(scores: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per pair: the maximum up to and including its block, and maximum before - after it."""
+    maxima = scores.amax(-1)
+    keeps = torch.empty_like(maxima)
+    m = torch.full_like(maxima[: counts[0]], _NEVER)
+    first = 0
+    for count in counts:
+        after = torch.maximum(m[:count], maxima[first : first + count])
+        torch.sub(m[:count], after, out=keeps[first : first + count])
+        maxima[first : first + count] = after
+        m, first = after, first + count
+    return maxima, keeps
+
+
+def _take(x_RD: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """x[rows] by index_select, which copies whole rows many times faster than advanced indexing."""
+    return x_RD.index_select(0, rows.flatten()).view(*rows.shape, x_RD.shape[1])
 
 
 def _batched(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -75,33 +122,34 @@ def _batched(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return out.view(*a.shape[:3], b.shape[-1])
 
 
-def _online_step(
-    scores: torch.Tensor,
-    v: torch.Tensor,
-    hidden: torch.Tensor,
-    m: torch.Tensor,
-    total: torch.Tensor,
-    acc: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Fold one KV block into (running maximum, sum, accumulator). P is rounded to BF16 before P V."""
-    new_m = torch.maximum(m, scores.amax(-1))
-    p = exp(scores - new_m[..., None]).masked_fill_(hidden, 0.0)
-    keep = exp(m - new_m)
-    total = total * keep + row_sum(p)
-    acc = acc * keep[..., None] + _batched(p.bfloat16().float(), v)
-    return new_m, total, acc
+@dataclass(frozen=True)
+class _Chunk:
+    """Tiles worked on together, those that reach furthest first, and their (block, tile) pairs.
 
+    Pairs are in block order; block j has the first counts[j] tiles. rows: used rows of ROWS.
+    tiles: which n. key_rows: int64 [U, G, KB], storage row * G + KV head of each distinct
+    (sequence, block). absent: int64 [A], those of the U * G * KB rows past their sequence's end
+    (None: no such row). pair_keys: int64 [P], which of the U a pair reads (None: pair i reads i).
+    pair_tile: int64 [P]. last_pair: int64 [n]. hidden: int64 [M], pairs with a key after a query,
+    and bool [M, 1, rows, KB], where.
+    """
 
-def _padded_key_rows(key_rows: torch.Tensor, block: int) -> torch.Tensor:
-    missing = -key_rows.shape[1] % block
-    return torch.nn.functional.pad(key_rows, (0, missing))
+    rows: int
+    tiles: slice
+    counts: list[int]
+    key_rows: torch.Tensor
+    absent: torch.Tensor | None
+    pair_keys: torch.Tensor | None
+    pair_tile: torch.Tensor
+    last_pair: torch.Tensor
+    hidden: tuple[torch.Tensor, torch.Tensor]
 
 
 class _Tiles:
     """Rows of the batch cut into tiles of one sequence: ROWS // group tokens x group query heads."""
 
-    def __init__(self, layout: Layout, group: int) -> None:
-        self.group = group
+    def __init__(self, layout: Layout, group: int, kv_heads: int, block: int) -> None:
+        self.group, self.kv_heads, self.block = group, kv_heads, block
         self.tokens_per_tile = ROWS // group
         sequence = layout.query_sequence
         order = torch.argsort(sequence, stable=True)
@@ -124,38 +172,96 @@ class _Tiles:
             (self.num_tiles * self.tokens_per_tile,), -1, device=order.device, dtype=torch.int64
         )
         position[self.slot_of_row] = layout.positions
-        position = position.view(self.num_tiles, self.tokens_per_tile)
-        self.last_position = position.amax(1)
-        self.row_position = self._fill_rows(position.repeat_interleave(group, dim=1), -1)
+        self.position = position.view(self.num_tiles, self.tokens_per_tile)
+        cuts = self._cut()
+        self._renumber([t for tiles, _, _ in cuts for t in tiles])
+        key_rows = F.pad(layout.key_rows, (0, -layout.key_rows.shape[1] % block))
+        self._keys = key_rows.view(key_rows.shape[0], -1, block)
+        self._ends = layout.context_lengths
+        self.chunks: list[_Chunk] = []
+        first = 0
+        for tiles, blocks, rows in cuts:
+            self.chunks.append(self._chunk(slice(first, first + len(tiles)), blocks, rows))
+            first += len(tiles)
 
-    def _fill_rows(self, x: torch.Tensor, value: int) -> torch.Tensor:
-        return torch.nn.functional.pad(x, (0, ROWS - x.shape[1]), value=value)
+    def _renumber(self, order: list[int]) -> None:
+        """Put the tiles in `order`, so that a chunk's tiles lie side by side."""
+        index = torch.tensor(order, device=self.position.device)
+        place = torch.empty_like(index)
+        place[index] = torch.arange(len(order), device=index.device)
+        n = self.tokens_per_tile
+        self.slot_of_row = place[self.slot_of_row // n] * n + self.slot_of_row % n
+        self.position, self.sequence = self.position[index], self.sequence[index]
 
-    def num_blocks(self, block: int) -> int:
-        """KV blocks the longest tile reaches into."""
-        return int(self.last_position.max()) // block + 1
+    def _cut(self) -> list[tuple[list[int], list[int], int]]:
+        """(tiles, blocks of each, used rows): one-token tiles apart, the furthest reaching first."""
+        blocks = (self.position.amax(1) // self.block + 1).tolist()
+        single = ((self.position >= 0).sum(1) == 1).tolist()
+        cuts: list[tuple[list[int], list[int], int]] = []
+        room = 0
+        for t in sorted(range(self.num_tiles), key=lambda t: (single[t], -blocks[t], t)):
+            rows = self.group if single[t] else self.group * self.tokens_per_tile
+            size = blocks[t] * self.kv_heads * rows * self.block
+            if not cuts or size > room or cuts[-1][2] != rows:
+                cuts.append(([], [], rows))
+                room = _CHUNK_SCORES
+            cuts[-1][0].append(t)
+            cuts[-1][1].append(blocks[t])
+            room -= size
+        return cuts
 
-    def active(self, first_key: int) -> torch.Tensor:
-        """Tiles with a query at or after absolute position `first_key` (others would add zeros)."""
-        return torch.nonzero(self.last_position >= first_key).flatten()
+    def _chunk(self, tiles: slice, blocks: list[int], rows: int) -> _Chunk:
+        device = self.position.device
+        index = lambda x: torch.tensor(x, dtype=torch.int64, device=device)  # noqa: E731
+        counts = [sum(b > j for b in blocks) for j in range(blocks[0])]
+        pair_tile = [i for count in counts for i in range(count)]
+        pair_block = [j for j, count in enumerate(counts) for _ in range(count)]
+        firsts = [sum(counts[:j]) for j in range(len(counts))]
+        sequence = self.sequence[tiles]
+        pairs = list(zip((sequence.tolist()[i] for i in pair_tile), pair_block, strict=True))
+        number = {pair: n for n, pair in enumerate(dict.fromkeys(pairs))}
+        distinct_sequence, distinct_block = index(list(number)).unbind(1)
+        offsets = torch.arange(self.block, device=device)
+        key_position = distinct_block[:, None] * self.block + offsets
+        absent = key_position >= self._ends[distinct_sequence, None]
+        absent = absent[:, None].expand(-1, self.kv_heads, -1).flatten().nonzero().flatten()
+        query_position = self.position[tiles][:, : rows // self.group][index(pair_tile)]
+        first_key = index(pair_block)[:, None, None, None] * self.block
+        hidden = (
+            first_key + offsets > query_position.repeat_interleave(self.group, 1)[:, None, :, None]
+        )
+        partial = hidden.flatten(1).any(1).nonzero().flatten()
+        rows_of_keys = self._keys[distinct_sequence, distinct_block][:, None] * self.kv_heads
+        return _Chunk(
+            rows=rows,
+            tiles=tiles,
+            counts=counts,
+            key_rows=rows_of_keys + torch.arange(self.kv_heads, device=device)[:, None],
+            absent=absent if len(absent) else None,
+            pair_keys=None if len(number) == len(pairs) else index([number[p] for p in pairs]),
+            pair_tile=index(pair_tile),
+            last_pair=index([firsts[b - 1] + i for i, b in enumerate(blocks)]),
+            hidden=(partial, hidden[partial]),
+        )
 
     def gather(self, q_THD: torch.Tensor, kv_heads: int) -> torch.Tensor:
         """[T, H, D] -> [tiles, G, ROWS, D], zero rows where there is no query."""
         _, heads, dim = q_THD.shape
         slots = self.num_tiles * self.tokens_per_tile
         rows = torch.zeros(slots, heads, dim, dtype=q_THD.dtype, device=q_THD.device)
-        rows[self.slot_of_row] = q_THD
+        rows.index_copy_(0, self.slot_of_row, q_THD)
         rows = rows.view(self.num_tiles, self.tokens_per_tile, kv_heads, self.group, dim)
         rows = rows.permute(0, 2, 1, 3, 4).reshape(self.num_tiles, kv_heads, -1, dim)
-        return torch.nn.functional.pad(rows, (0, 0, 0, ROWS - rows.shape[2]))
+        return F.pad(rows, (0, 0, 0, ROWS - rows.shape[2]))
 
-    def scatter(self, x: torch.Tensor, heads: int) -> torch.Tensor:
-        """[tiles, G, ROWS, C] -> [T, H, C]."""
+    def scatter(self, chunks: tuple[torch.Tensor, ...], heads: int) -> torch.Tensor:
+        """[tiles, G, rows, C] of each chunk -> [T, H, C]."""
+        rows = self.tokens_per_tile * self.group
+        x = torch.cat([F.pad(c, (0, 0, 0, rows - c.shape[2])) for c in chunks])
         tiles, kv_heads, _, width = x.shape
-        x = x[:, :, : self.tokens_per_tile * self.group]
-        x = x.reshape(tiles, kv_heads, self.tokens_per_tile, self.group, width)
+        x = x.view(tiles, kv_heads, self.tokens_per_tile, self.group, width)
         x = x.permute(0, 2, 1, 3, 4).reshape(-1, heads, width)
-        return x[self.slot_of_row]
+        return x.index_select(0, self.slot_of_row)
 
 
 def attention_backward(
