@@ -84,11 +84,11 @@ def _cpu() -> tuple[list[str], str]:
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return [], platform.processor() or platform.machine()
-    fields = dict(
-        (part.strip() for part in line.split(":", 1))
-        for line in path.read_text().splitlines()
-        if ":" in line
-    )
+    fields: dict[str, str] = {}
+    for line in path.read_text().splitlines():
+        name, colon, value = line.partition(":")
+        if colon:
+            fields[name.strip()] = value.strip()
     flags = fields.get("flags", fields.get("Features", "")).split()
     return flags, fields.get("model name", platform.machine())
 
