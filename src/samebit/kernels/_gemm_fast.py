@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from samebit.kernels import _gemm_plain as plain
-from samebit.kernels._gemm_hopper import hopper_gemm_kernel
+from samebit.kernels._gemm_hopper import GLOBAL, NONE, RING, hopper_gemm_kernel
 
 GROUP = 128
 
@@ -21,26 +22,22 @@ class Tile:
     """One tuned configuration. No field changes a result's bits.
 
     rows, columns: rows of the M-side and of the N-side operand a tile covers. swap: the weights are
-    the M side. width: columns of one accumulator. consumers: warp groups that multiply. stages:
-    depth of the operand ring. depth: products in flight a consumer. group: row tiles that share
-    their columns in L2. per_sm: resident programs an SM; registers: a thread's launch registers.
+    the M side. consumers: warp groups that multiply. stages: slots of the operand ring. depth: K
+    steps a stage holds. ring: per-row scales come through the ring when their layout allows.
+    group: row tiles that share their columns in L2. per_sm: resident programs an SM; registers: a
+    thread's launch registers.
     """
 
     rows: int = 128
     columns: int = 128
     swap: bool = False
-    width: int = 128
     consumers: int = 2
-    stages: int = 4
+    stages: int = 3
     depth: int = 2
+    ring: bool = True
     group: int = 8
     per_sm: int = 1
     registers: int = 168
-
-    @property
-    def strip(self) -> int:
-        """Rows of the M-side operand one consumer owns."""
-        return max(self.rows // self.consumers, 64)
 
 
 @functools.lru_cache
@@ -64,6 +61,22 @@ def tma_ready(tensor: torch.Tensor) -> bool:
     )
 
 
+def _scale_source(scale: torch.Tensor, vector: bool, ring: bool) -> int:
+    if not vector:
+        return NONE.value
+    if ring and scale.ndim == 2 and scale.stride(0) == 1 and scale.data_ptr() % 16 == 0:
+        return RING.value
+    return GLOBAL.value
+
+
+def _scale_descriptor(scale: torch.Tensor, source: int, box: int, other: TensorDescriptor):
+    """A flat view: a box that runs past a group's rows reads the next group's, for rows not stored."""
+    if source != RING.value:
+        return other
+    length = (scale.shape[1] - 1) * scale.stride(1) + scale.shape[0]
+    return TensorDescriptor(scale, [length], [1], [box], NVMMASharedLayout(0, 32, 1))
+
+
 def hopper_gemm(
     x_MK: torch.Tensor,
     w_NK: torch.Tensor,
@@ -84,28 +97,36 @@ def hopper_gemm(
         return out_MN
     step = 64 if mode == plain.BF16 else GROUP
     steps = triton.cdiv(x_MK.shape[1], step)
-    a, b, sa, sb = x_MK, w_NK, x_scale, w_scale
+    span = promote // step
+    depth = tile.depth
+    if mode != plain.BLOCK:
+        depth = math.gcd(depth, steps, span if mode == plain.ROW else steps)
+    stages = tile.stages * tile.depth // depth
+    a, b, sa, sb, a_vector, b_vector = x_MK, w_NK, x_scale, w_scale, True, w_scale_rows == 1
     rows, cols, strides = M, N, out_MN.stride()
     if tile.swap:
-        a, b, sa, sb = b, a, sb, sa
+        a, b, sa, sb, a_vector, b_vector = b, a, sb, sa, b_vector, a_vector
         rows, cols, strides = N, M, strides[::-1]
-    vectors = w_scale_rows == 1
-    tma_out = not tile.swap and not add and tma_ready(out_MN) and out_MN.dtype == torch.bfloat16
-    a_desc = _descriptor(a, tile.rows, step)
-    out_desc = _descriptor(out_MN, 64, tile.width) if tma_out else a_desc
     sa = out_MN if sa is None else sa
     sb = out_MN if sb is None else sb
+    ring = tile.ring and mode == plain.BLOCK
+    a_source, b_source = _scale_source(sa, a_vector, ring), _scale_source(sb, b_vector, ring)
+    tma_out = not tile.swap and not add and out_MN.dtype == torch.bfloat16 and tma_ready(out_MN)
+    a_desc = _descriptor(a, tile.rows, step)
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(cols, tile.columns)
     grid = (min(tiles, _sm_count(out_MN.device.index or 0) * tile.per_sm),)
     hopper_gemm_kernel[grid](
-        a_desc, _descriptor(b, tile.columns, step), out_desc, out_MN, sa, sb,
-        out_MN if bias_N is None else bias_N, rows, cols, steps, *strides,
+        a_desc, _descriptor(b, tile.columns, step),
+        _scale_descriptor(sa, a_source, tile.rows, a_desc),
+        _scale_descriptor(sb, b_source, tile.columns, a_desc),
+        _descriptor(out_MN, 64, tile.columns) if tma_out else a_desc,
+        out_MN, sa, sb, out_MN if bias_N is None else bias_N, rows, cols, steps, *strides,
         sa.stride(0), sa.stride(1) if sa.ndim > 1 else 0,
         sb.stride(0), sb.stride(1) if sb.ndim > 1 else 0,
-        MODE=mode, SWAP=tile.swap, A_VEC=vectors or not tile.swap, B_VEC=vectors or tile.swap,
-        BM=tile.rows, BN=tile.columns, STRIP=tile.strip, TN=tile.width, CONSUMERS=tile.consumers,
-        STAGES=tile.stages, GROUP_ROWS=tile.group, SPAN=promote // step, DEPTH=tile.depth,
-        REST=steps % tile.depth, HAS_BIAS=bias_N is not None, ADD=add, TMA_OUT=tma_out,
-        REGISTERS=240, num_warps=4, maxnreg=tile.registers, enable_fp_fusion=False,
+        MODE=mode, SWAP=tile.swap, A_SCALE=a_source, B_SCALE=b_source, BM=tile.rows,
+        BN=tile.columns, CONSUMERS=tile.consumers, STAGES=stages, DEPTH=depth,
+        REST=steps % depth, SPAN=max(span // depth, 1), GROUP_ROWS=tile.group,
+        HAS_BIAS=bias_N is not None, ADD=add, TMA_OUT=tma_out,
+        num_warps=4, maxnreg=tile.registers, enable_fp_fusion=False,
     )  # fmt: skip
     return out_MN

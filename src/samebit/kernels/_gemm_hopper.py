@@ -22,6 +22,13 @@ ROW = gl.constexpr(2)
 INT8 = gl.constexpr(3)
 BF16 = gl.constexpr(4)
 
+NONE = gl.constexpr(0)
+"""Scale source: one scalar per 128 rows, read from global memory."""
+GLOBAL = gl.constexpr(1)
+"""Scale source: one scale per row, read from global memory by any strides."""
+RING = gl.constexpr(2)
+"""Scale source: one scale per row, contiguous along rows, brought in by TMA beside the operands."""
+
 
 @aggregate
 class Config:
@@ -29,39 +36,35 @@ class Config:
 
     MODE: gl.constexpr
     SWAP: gl.constexpr
-    A_VEC: gl.constexpr  # one A scale per row (else one per 128 rows)
-    B_VEC: gl.constexpr  # one B scale per column (else one per 128 columns)
+    A_SCALE: gl.constexpr  # NONE, GLOBAL or RING
+    B_SCALE: gl.constexpr
     BM: gl.constexpr  # rows of A a tile covers
     BN: gl.constexpr  # rows of B a tile covers
-    STRIP: gl.constexpr  # rows of A one consumer owns
-    TN: gl.constexpr  # columns of one accumulator
     CONSUMERS: gl.constexpr
     STAGES: gl.constexpr
-    GROUP_ROWS: gl.constexpr  # row tiles walked before the next column tile
-    SPAN: gl.constexpr  # K steps between promotions (ROW)
-    DEPTH: gl.constexpr  # products in flight a consumer (BLOCK)
+    DEPTH: gl.constexpr  # K steps a stage holds and a consumer multiplies at once
     REST: gl.constexpr  # K steps modulo DEPTH
+    SPAN: gl.constexpr  # stages between promotions (ROW)
+    GROUP_ROWS: gl.constexpr  # row tiles walked before the next column tile
     HAS_BIAS: gl.constexpr
     ADD: gl.constexpr
     TMA_OUT: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, MODE, SWAP, A_VEC, B_VEC, BM, BN, STRIP, TN, CONSUMERS, STAGES, GROUP_ROWS,
-                 SPAN, DEPTH, REST, HAS_BIAS, ADD, TMA_OUT):  # fmt: skip
+    def __init__(self, MODE, SWAP, A_SCALE, B_SCALE, BM, BN, CONSUMERS, STAGES, DEPTH, REST, SPAN,
+                 GROUP_ROWS, HAS_BIAS, ADD, TMA_OUT):  # fmt: skip
         self.MODE = gl.constexpr(MODE)
         self.SWAP = gl.constexpr(SWAP)
-        self.A_VEC = gl.constexpr(A_VEC)
-        self.B_VEC = gl.constexpr(B_VEC)
+        self.A_SCALE = gl.constexpr(A_SCALE)
+        self.B_SCALE = gl.constexpr(B_SCALE)
         self.BM = gl.constexpr(BM)
         self.BN = gl.constexpr(BN)
-        self.STRIP = gl.constexpr(STRIP)
-        self.TN = gl.constexpr(TN)
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.STAGES = gl.constexpr(STAGES)
-        self.GROUP_ROWS = gl.constexpr(GROUP_ROWS)
-        self.SPAN = gl.constexpr(SPAN)
         self.DEPTH = gl.constexpr(DEPTH)
         self.REST = gl.constexpr(REST)
+        self.SPAN = gl.constexpr(SPAN)
+        self.GROUP_ROWS = gl.constexpr(GROUP_ROWS)
         self.HAS_BIAS = gl.constexpr(HAS_BIAS)
         self.ADD = gl.constexpr(ADD)
         self.TMA_OUT = gl.constexpr(TMA_OUT)
@@ -74,6 +77,8 @@ class Problem:
     cfg: Config
     a_desc: tma.tensor_descriptor
     b_desc: tma.tensor_descriptor
+    sa_desc: tma.tensor_descriptor
+    sb_desc: tma.tensor_descriptor
     out_desc: tma.tensor_descriptor
     out_ptr: gl.tensor
     sa_ptr: gl.tensor
@@ -90,36 +95,30 @@ class Problem:
     stride_sbg: gl.tensor
     a_bufs: gl.shared_memory_descriptor
     b_bufs: gl.shared_memory_descriptor
+    sa_bufs: gl.shared_memory_descriptor
+    sb_bufs: gl.shared_memory_descriptor
     out_bufs: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, cfg, a_desc, b_desc, out_desc, out_ptr, sa_ptr, sb_ptr, bias_ptr, rows, cols,
-                 steps, stride_or, stride_oc, stride_sar, stride_sag, stride_sbc, stride_sbg,
-                 a_bufs, b_bufs, out_bufs, full, empty):  # fmt: skip
+    def __init__(self, cfg, descs, ptrs, sizes, strides, bufs, bars):
         self.cfg = cfg
-        self.a_desc = a_desc
-        self.b_desc = b_desc
-        self.out_desc = out_desc
-        self.out_ptr = out_ptr
-        self.sa_ptr = sa_ptr
-        self.sb_ptr = sb_ptr
-        self.bias_ptr = bias_ptr
-        self.rows = rows
-        self.cols = cols
-        self.steps = steps
-        self.stride_or = stride_or
-        self.stride_oc = stride_oc
-        self.stride_sar = stride_sar
-        self.stride_sag = stride_sag
-        self.stride_sbc = stride_sbc
-        self.stride_sbg = stride_sbg
-        self.a_bufs = a_bufs
-        self.b_bufs = b_bufs
-        self.out_bufs = out_bufs
-        self.full = full
-        self.empty = empty
+        self.a_desc, self.b_desc, self.sa_desc, self.sb_desc, self.out_desc = descs
+        self.out_ptr, self.sa_ptr, self.sb_ptr, self.bias_ptr = ptrs
+        self.rows, self.cols, self.steps = sizes
+        self.stride_or, self.stride_oc = strides[0], strides[1]
+        self.stride_sar, self.stride_sag = strides[2], strides[3]
+        self.stride_sbc, self.stride_sbg = strides[4], strides[5]
+        self.a_bufs, self.b_bufs, self.sa_bufs, self.sb_bufs, self.out_bufs = bufs
+        self.full, self.empty = bars
+
+
+@gluon.constexpr_function
+def mma_layout(MODE, BN, BITS):
+    """Accumulator layout of one consumer: 4 warps down the rows. Integer wgmma stops at 128 here."""
+    wide = min(BN, 128) if MODE == 3 else BN
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, wide, 256 // BITS])
 
 
 @gluon.jit
@@ -150,68 +149,43 @@ def _produce(p):
     """The producer warp: keep the ring full, tile after tile, without draining between tiles."""
     cfg = p.cfg
     BK: gl.constexpr = p.a_desc.block_type.shape[1]
+    BYTES: gl.constexpr = p.a_desc.block_type.nbytes + p.b_desc.block_type.nbytes
+    SA_BYTES: gl.constexpr = 4 * cfg.BM if cfg.A_SCALE == RING else 0
+    SB_BYTES: gl.constexpr = 4 * cfg.BN if cfg.B_SCALE == RING else 0
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     for t in range(gl.program_id(0), _tiles(p), gl.num_programs(0)):
         row, col = _tile(p, t)
-        for k in range(p.steps):
+        for k0 in range(0, p.steps, cfg.DEPTH):
             mbarrier.wait(p.empty.index(stage), phase)
             bar = p.full.index(stage)
-            mbarrier.expect(bar, p.a_desc.block_type.nbytes + p.b_desc.block_type.nbytes)
-            a_buf = p.a_bufs.index(stage)
-            if cfg.BM < 64:
-                # A wgmma reads 64 rows; those past BM hold stale data and are never stored.
-                a_buf = a_buf.slice(0, cfg.BM, 0)
-            tma.async_copy_global_to_shared(p.a_desc, [row, k * BK], bar, a_buf)
-            tma.async_copy_global_to_shared(p.b_desc, [col, k * BK], bar, p.b_bufs.index(stage))
+            mbarrier.expect(bar, cfg.DEPTH * (BYTES + SA_BYTES + SB_BYTES))
+            for i in gl.static_range(cfg.DEPTH):
+                # A step past the end is filled with zeros and not multiplied.
+                k = k0 + i
+                at = stage * cfg.DEPTH + i
+                a_buf = p.a_bufs.index(at)
+                if cfg.BM < 64:
+                    # A wgmma reads 64 rows; those past BM hold stale data and are never stored.
+                    a_buf = a_buf.slice(0, cfg.BM, 0)
+                tma.async_copy_global_to_shared(p.a_desc, [row, k * BK], bar, a_buf)
+                tma.async_copy_global_to_shared(p.b_desc, [col, k * BK], bar, p.b_bufs.index(at))
+                if cfg.A_SCALE == RING:
+                    tma.async_copy_global_to_shared(
+                        p.sa_desc, [k * p.stride_sag + row], bar, p.sa_bufs.index(at)
+                    )
+                if cfg.B_SCALE == RING:
+                    tma.async_copy_global_to_shared(
+                        p.sb_desc, [k * p.stride_sbg + col], bar, p.sb_bufs.index(at)
+                    )
             stage, phase = _advance(stage, phase, cfg.STAGES)
 
 
-@gluon.constexpr_function
-def mma_layout(MODE, TN, BITS):
-    """Accumulator layout of one consumer: 4 warps down the rows. Integer wgmma stops at 128 here."""
-    wide = min(TN, 128) if MODE == 3 else TN
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, wide, 256 // BITS])
-
-
 @gluon.jit
-def _row_index(p, row, LAYOUT: gl.constexpr):
-    return row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-
-
-@gluon.jit
-def _col_index(p, col, LAYOUT: gl.constexpr):
-    return col + gl.arange(0, p.cfg.TN, gl.SliceLayout(0, LAYOUT))
-
-
-@gluon.jit
-def _a_scale_ptr(p, row, LAYOUT: gl.constexpr):
-    if p.cfg.A_VEC:
-        # Rows past the end repeat the last one's scale; they are never stored.
-        return p.sa_ptr + gl.minimum(_row_index(p, row, LAYOUT), p.rows - 1) * p.stride_sar
-    else:
-        return p.sa_ptr + (row // 128) * p.stride_sar
-
-
-@gluon.jit
-def _b_scale(p, col, k, LAYOUT: gl.constexpr):
-    if p.cfg.B_VEC:
-        index = _col_index(p, col, LAYOUT)
-        return gl.load(p.sb_ptr + k * p.stride_sbg + index * p.stride_sbc, mask=index < p.cols, other=0.0)
-    else:
-        return gl.load(p.sb_ptr + (col // 128) * p.stride_sbc + k * p.stride_sbg)
-
-
-@gluon.jit
-def _product(p, sa, sb):
-    """fl(sa * sb) in a shape that broadcasts over the accumulator."""
-    if p.cfg.A_VEC:
-        if p.cfg.B_VEC:
-            return gl.expand_dims(sa, 1) * gl.expand_dims(sb, 0)
-        else:
-            return gl.expand_dims(sa * sb, 1)
-    else:
-        return gl.expand_dims(sa * sb, 0)
+def _mma(p, at, d, FIRST_ROW: gl.constexpr, use_acc):
+    a = p.a_bufs.index(at).slice(FIRST_ROW, 64, 0)
+    b = p.b_bufs.index(at).permute((1, 0))
+    return warpgroup_mma(a, b, d, use_acc=use_acc, is_async=True)
 
 
 @gluon.jit
@@ -225,27 +199,53 @@ def _promote(d, scale, acc):
 
 
 @gluon.jit
-def _issue(p, stage, phase, d, A_AT: gl.constexpr, B_AT: gl.constexpr, use_acc):
-    """Wait for a stage and start its product into `d`."""
-    mbarrier.wait(p.full.index(stage), phase)
-    return _mma(p, stage, d, A_AT, B_AT, use_acc)
+def _prefetched(p, row, col, k, LAYOUT: gl.constexpr):
+    """The scales of step `k` that do not come through the ring: fetched a stage or two ahead."""
+    cfg = p.cfg
+    k = gl.minimum(k, p.steps - 1)
+    fetched = ()
+    if cfg.A_SCALE == NONE:
+        fetched = fetched + (gl.load(p.sa_ptr + (row // 128) * p.stride_sar + k * p.stride_sag),)
+    elif cfg.A_SCALE == GLOBAL:
+        # Rows past the end repeat the last one's scale; they are never stored.
+        rows = gl.minimum(row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), p.rows - 1)
+        fetched = fetched + (gl.load(p.sa_ptr + rows * p.stride_sar + k * p.stride_sag),)
+    if cfg.B_SCALE == NONE:
+        fetched = fetched + (gl.load(p.sb_ptr + (col // 128) * p.stride_sbc + k * p.stride_sbg),)
+    elif cfg.B_SCALE == GLOBAL:
+        cols = gl.minimum(col + gl.arange(0, cfg.BN, gl.SliceLayout(0, LAYOUT)), p.cols - 1)
+        fetched = fetched + (gl.load(p.sb_ptr + cols * p.stride_sbc + k * p.stride_sbg),)
+    return fetched
 
 
 @gluon.jit
-def _mma(p, stage, d, A_AT: gl.constexpr, B_AT: gl.constexpr, use_acc):
-    a = p.a_bufs.index(stage).slice(A_AT, 64, 0)
-    b = p.b_bufs.index(stage)
-    if p.cfg.TN != p.cfg.BN:
-        b = b.slice(B_AT, p.cfg.TN, 0)
-    return warpgroup_mma(a, b.permute((1, 0)), d, use_acc=use_acc, is_async=True)
+def _scale(p, fetched, at, FIRST_ROW: gl.constexpr, LAYOUT: gl.constexpr):
+    """fl(sa * sb) of ring slot `at`, in a shape that broadcasts over the accumulator."""
+    cfg = p.cfg
+    if cfg.A_SCALE == RING:
+        sa = p.sa_bufs.index(at).slice(FIRST_ROW, 64, 0).load(gl.SliceLayout(1, LAYOUT))
+    else:
+        sa = fetched[0]
+    if cfg.B_SCALE == RING:
+        sb = p.sb_bufs.index(at).load(gl.SliceLayout(0, LAYOUT))
+    elif cfg.A_SCALE == RING:
+        sb = fetched[0]
+    else:
+        sb = fetched[1]
+    if cfg.A_SCALE == NONE:
+        return gl.expand_dims(sa * sb, 0)
+    elif cfg.B_SCALE == NONE:
+        return gl.expand_dims(sa * sb, 1)
+    else:
+        return gl.expand_dims(sa, 1) * gl.expand_dims(sb, 0)
 
 
 @gluon.jit
 def _finish(p, acc, row, col, row_end, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
-    """Scale (ROW, INT8), add the bias, round once and store one 64 x TN accumulator."""
+    """Scale (ROW, INT8), add the bias, round once and store one 64 x BN accumulator."""
     cfg = p.cfg
-    rows = _row_index(p, row, LAYOUT)
-    cols = _col_index(p, col, LAYOUT)
+    rows = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    cols = col + gl.arange(0, cfg.BN, gl.SliceLayout(0, LAYOUT))
     result = acc.to(gl.float32)
     if cfg.MODE == ROW or cfg.MODE == INT8:
         sa = gl.load(p.sa_ptr + rows * p.stride_sar, mask=rows < p.rows, other=0.0)
@@ -266,233 +266,185 @@ def _finish(p, acc, row, col, row_end, WHICH: gl.constexpr, LAYOUT: gl.constexpr
         fence_async_shared()
         tma.async_copy_shared_to_global(p.out_desc, [row, col], buf)
     else:
+        value = result.to(DTYPE)
         if cfg.SWAP:
             # Outputs are contiguous in memory: hand each thread a run of them.
             OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-            value = gl.convert_layout(result.to(DTYPE), OUT)
+            value = gl.convert_layout(value, OUT)
             rows = row + gl.arange(0, 64, gl.SliceLayout(1, OUT))
-            cols = col + gl.arange(0, cfg.TN, gl.SliceLayout(0, OUT))
-        else:
-            value = result.to(DTYPE)
+            cols = col + gl.arange(0, cfg.BN, gl.SliceLayout(0, OUT))
         inside = gl.expand_dims(rows < row_end, 1) & gl.expand_dims(cols < p.cols, 0)
-        offsets = gl.expand_dims(rows.to(gl.int64) * p.stride_or, 1) + gl.expand_dims(
-            cols.to(gl.int64) * p.stride_oc, 0
-        )
+        row_offsets = gl.expand_dims(rows.to(gl.int64) * p.stride_or, 1)
+        col_offsets = gl.expand_dims(cols.to(gl.int64) * p.stride_oc, 0)
+        pointers = p.out_ptr + (row_offsets + col_offsets)
         if cfg.ADD:
-            value = value + gl.load(p.out_ptr + offsets, mask=inside, other=0.0)
-        gl.store(p.out_ptr + offsets, value, mask=inside)
+            value = value + gl.load(pointers, mask=inside, other=0.0)
+        gl.store(pointers, value, mask=inside)
 
 
 @gluon.jit
-def _consume_deep(p, WHICH: gl.constexpr):
-    """BLOCK, one accumulator: DEPTH K blocks multiply at once, each promoted as it completes.
+def _block_stage(p, acc, dots, fetched, stage, phase, row, col, k, COUNT: gl.constexpr,
+                 FIRST_ROW: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+    """Multiply a stage's COUNT blocks at once, then promote them in order as they complete.
 
-    Nothing is in flight over the loop's edge: the assembler serialises products that are.
+    `fetched` holds the scales of this stage and the next; those of the one after are started here.
     """
-    cfg = p.cfg
-    LAYOUT: gl.constexpr = mma_layout(cfg.MODE, cfg.TN, p.a_desc.dtype.primitive_bitwidth)
-    AT: gl.constexpr = WHICH * 64
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    for t in range(gl.program_id(0), _tiles(p), gl.num_programs(0)):
-        row, col = _tile(p, t)
-        row_end = gl.minimum(p.rows, row + cfg.BM)
-        row += AT
-        acc = gl.zeros([64, cfg.TN], gl.float32, LAYOUT)
-        dots = (acc,)
-        for _ in gl.static_range(cfg.DEPTH - 1):
-            dots = dots + (acc,)
-        whole = p.steps - cfg.REST
-        for k in range(0, whole, cfg.DEPTH):
-            acc, dots, stage, phase = _deep_step(
-                p, acc, dots, stage, phase, row, col, k, cfg.DEPTH, AT, LAYOUT
-            )
-        if cfg.REST > 0:
-            acc, dots, stage, phase = _deep_step(
-                p, acc, dots, stage, phase, row, col, whole, cfg.REST, AT, LAYOUT
-            )
-        _finish(p, acc, row, col, row_end, WHICH, LAYOUT)
-    if cfg.TMA_OUT:
-        tma.store_wait(0)
-
-
-@gluon.jit
-def _deep_step(p, acc, dots, stage, phase, row, col, k, COUNT: gl.constexpr, AT: gl.constexpr,
-               LAYOUT: gl.constexpr):  # fmt: skip
-    """Start COUNT products, then wait for and promote them in order."""
-    sa_ptr = _a_scale_ptr(p, row, LAYOUT)
+    DEPTH: gl.constexpr = p.cfg.DEPTH
+    mbarrier.wait(p.full.index(stage), phase)
     tokens = ()
-    stages = ()
-    scales_a = ()
-    scales_b = ()
     for i in gl.static_range(COUNT):
-        tokens = tokens + (_issue(p, stage, phase, dots[i], AT, 0, False),)
-        scales_a = scales_a + (gl.load(sa_ptr + (k + i) * p.stride_sag),)
-        scales_b = scales_b + (_b_scale(p, col, k + i, LAYOUT),)
-        stages = stages + (stage,)
-        stage, phase = _advance(stage, phase, p.cfg.STAGES)
+        tokens = tokens + (_mma(p, stage * DEPTH + i, dots[i], FIRST_ROW, False),)
+    later = ()
+    for i in gl.static_range(DEPTH):
+        later = later + (fetched[DEPTH + i],)
+    for i in gl.static_range(DEPTH):
+        later = later + (_prefetched(p, row, col, k + 2 * DEPTH + i, LAYOUT),)
     done = ()
     for i in gl.static_range(COUNT):
+        scale = _scale(p, fetched[i], stage * DEPTH + i, FIRST_ROW, LAYOUT)
         dot = warpgroup_mma_wait(COUNT - 1 - i, deps=(tokens[i],))
-        mbarrier.arrive(p.empty.index(stages[i]), count=1)
-        acc = _promote(dot, _product(p, scales_a[i], scales_b[i]), acc)
-        done = done + (dot,)
-    for i in gl.static_range(COUNT, p.cfg.DEPTH):
-        done = done + (dots[i],)
-    return acc, done, stage, phase
-
-
-@gluon.jit
-def _consume_split(p, WHICH: gl.constexpr):
-    """BLOCK, two accumulators a consumer and one product at a time; the other consumer multiplies
-    while this one promotes. The two halves are rows of A (STRIP = 128) or rows of B (BN = 2 TN)."""
-    cfg = p.cfg
-    LAYOUT: gl.constexpr = mma_layout(cfg.MODE, cfg.TN, p.a_desc.dtype.primitive_bitwidth)
-    AT: gl.constexpr = WHICH * cfg.STRIP
-    DOWN: gl.constexpr = 64 if cfg.STRIP == 128 else 0
-    RIGHT: gl.constexpr = 0 if cfg.STRIP == 128 else cfg.TN
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    for t in range(gl.program_id(0), _tiles(p), gl.num_programs(0)):
-        row, col = _tile(p, t)
-        row_end = gl.minimum(p.rows, row + cfg.BM)
-        row += AT
-        acc0 = gl.zeros([64, cfg.TN], gl.float32, LAYOUT)
-        acc1 = gl.zeros([64, cfg.TN], gl.float32, LAYOUT)
-        d = gl.zeros([64, cfg.TN], gl.float32, LAYOUT)
-        sa_ptr0 = _a_scale_ptr(p, row, LAYOUT)
-        sa_ptr1 = _a_scale_ptr(p, row + DOWN, LAYOUT)
-        for k in range(p.steps):
-            token = _issue(p, stage, phase, d, AT, 0, False)
-            sa0 = gl.load(sa_ptr0 + k * p.stride_sag)
-            sa1 = sa0
-            if DOWN > 0:
-                sa1 = gl.load(sa_ptr1 + k * p.stride_sag)
-            sb0 = _b_scale(p, col, k, LAYOUT)
-            sb1 = sb0
-            if RIGHT > 0:
-                sb1 = _b_scale(p, col + RIGHT, k, LAYOUT)
-            d = warpgroup_mma_wait(0, deps=(token,))
-            acc0 = _promote(d, _product(p, sa0, sb0), acc0)
-            token = _mma(p, stage, d, AT + DOWN, RIGHT, False)
-            d = warpgroup_mma_wait(0, deps=(token,))
+        if i == COUNT - 1:
             mbarrier.arrive(p.empty.index(stage), count=1)
-            acc1 = _promote(d, _product(p, sa1, sb1), acc1)
-            stage, phase = _advance(stage, phase, cfg.STAGES)
-        _finish(p, acc0, row, col, row_end, WHICH, LAYOUT)
-        _finish(p, acc1, row + DOWN, col + RIGHT, row_end, WHICH, LAYOUT)
-    if cfg.TMA_OUT:
-        tma.store_wait(0)
+        acc = _promote(dot, scale, acc)
+        done = done + (dot,)
+    for i in gl.static_range(COUNT, DEPTH):
+        done = done + (dots[i],)
+    stage, phase = _advance(stage, phase, p.cfg.STAGES)
+    return acc, done, later, stage, phase
 
 
 @gluon.jit
-def _consume_span(p, WHICH: gl.constexpr):
-    """ROW: products of SPAN K steps chained in the tensor core, then added to the accumulator."""
+def _block_tile(p, stage, phase, row, col, FIRST_ROW: gl.constexpr, LAYOUT: gl.constexpr):
+    """BLOCK: acc = fma(dot128, fl(sa * sb), acc), blocks in K order.
+
+    No product is in flight over the loop's edge: the assembler would serialise them all.
+    """
     cfg = p.cfg
-    LAYOUT: gl.constexpr = mma_layout(cfg.MODE, cfg.TN, p.a_desc.dtype.primitive_bitwidth)
-    AT: gl.constexpr = WHICH * 64
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    for t in range(gl.program_id(0), _tiles(p), gl.num_programs(0)):
-        row, col = _tile(p, t)
-        row_end = gl.minimum(p.rows, row + cfg.BM)
-        row += AT
-        acc = gl.zeros([64, cfg.TN], gl.float32, LAYOUT)
-        d = gl.zeros([64, cfg.TN], gl.float32, LAYOUT)
-        for k0 in range(0, p.steps, cfg.SPAN):
-            token = warpgroup_mma_wait(1, deps=(_issue(p, stage, phase, d, AT, 0, False),))
-            last = stage
-            stage, phase = _advance(stage, phase, cfg.STAGES)
-            for k in range(k0 + 1, gl.minimum(k0 + cfg.SPAN, p.steps)):
-                product = _issue(p, stage, phase, token, AT, 0, True)
-                token = warpgroup_mma_wait(1, deps=(product,))
-                mbarrier.arrive(p.empty.index(last), count=1)
-                last = stage
-                stage, phase = _advance(stage, phase, cfg.STAGES)
-            d = warpgroup_mma_wait(0, deps=(token,))
-            mbarrier.arrive(p.empty.index(last), count=1)
-            acc = acc + d
-        _finish(p, acc, row, col, row_end, WHICH, LAYOUT)
-    if cfg.TMA_OUT:
-        tma.store_wait(0)
+    acc = gl.zeros([64, cfg.BN], gl.float32, LAYOUT)
+    dots = ()
+    fetched = ()
+    for i in gl.static_range(cfg.DEPTH):
+        dots = dots + (acc,)
+    for i in gl.static_range(2 * cfg.DEPTH):
+        fetched = fetched + (_prefetched(p, row, col, i, LAYOUT),)
+    whole = p.steps - cfg.REST
+    for k in range(0, whole, cfg.DEPTH):
+        acc, dots, fetched, stage, phase = _block_stage(
+            p, acc, dots, fetched, stage, phase, row, col, k, cfg.DEPTH, FIRST_ROW, LAYOUT
+        )
+    if cfg.REST > 0:
+        acc, dots, fetched, stage, phase = _block_stage(
+            p, acc, dots, fetched, stage, phase, row, col, whole, cfg.REST, FIRST_ROW, LAYOUT
+        )
+    return acc, stage, phase
 
 
 @gluon.jit
-def _consume_chain(p, WHICH: gl.constexpr):
-    """INT8, BF16: one accumulator in the tensor core over all of K."""
+def _chain(p, acc, stage, phase, stages, FIRST_ROW: gl.constexpr):
+    """Products of `stages` stages added up inside the tensor core, starting from zero."""
     cfg = p.cfg
-    LAYOUT: gl.constexpr = mma_layout(cfg.MODE, cfg.TN, p.a_desc.dtype.primitive_bitwidth)
-    ACC: gl.constexpr = gl.int32 if cfg.MODE == INT8 else gl.float32
-    AT: gl.constexpr = WHICH * 64
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    for t in range(gl.program_id(0), _tiles(p), gl.num_programs(0)):
-        row, col = _tile(p, t)
-        row_end = gl.minimum(p.rows, row + cfg.BM)
-        row += AT
-        acc = gl.zeros([64, cfg.TN], ACC, LAYOUT)
-        acc = warpgroup_mma_wait(1, deps=(_issue(p, stage, phase, acc, AT, 0, False),))
+    mbarrier.wait(p.full.index(stage), phase)
+    for i in gl.static_range(cfg.DEPTH):
+        product = _mma(p, stage * cfg.DEPTH + i, acc, FIRST_ROW, i > 0)
+        acc = warpgroup_mma_wait(cfg.DEPTH, deps=(product,))
+    last = stage
+    stage, phase = _advance(stage, phase, cfg.STAGES)
+    for _ in range(1, stages):
+        mbarrier.wait(p.full.index(stage), phase)
+        for i in gl.static_range(cfg.DEPTH):
+            product = _mma(p, stage * cfg.DEPTH + i, acc, FIRST_ROW, True)
+            acc = warpgroup_mma_wait(cfg.DEPTH, deps=(product,))
+        mbarrier.arrive(p.empty.index(last), count=1)
         last = stage
         stage, phase = _advance(stage, phase, cfg.STAGES)
-        for k in range(1, p.steps):
-            product = _issue(p, stage, phase, acc, AT, 0, True)
-            acc = warpgroup_mma_wait(1, deps=(product,))
-            mbarrier.arrive(p.empty.index(last), count=1)
-            last = stage
-            stage, phase = _advance(stage, phase, cfg.STAGES)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(p.empty.index(last), count=1)
-        _finish(p, acc, row, col, row_end, WHICH, LAYOUT)
-    if cfg.TMA_OUT:
-        tma.store_wait(0)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(p.empty.index(last), count=1)
+    return acc, stage, phase
+
+
+@gluon.jit
+def _row_tile(p, stage, phase, FIRST_ROW: gl.constexpr, LAYOUT: gl.constexpr):
+    """ROW: acc = acc + (SPAN stages chained in the tensor core)."""
+    cfg = p.cfg
+    acc = gl.zeros([64, cfg.BN], gl.float32, LAYOUT)
+    dot = gl.zeros([64, cfg.BN], gl.float32, LAYOUT)
+    stages = p.steps // cfg.DEPTH
+    for first in range(0, stages, cfg.SPAN):
+        count = gl.minimum(cfg.SPAN, stages - first)
+        dot, stage, phase = _chain(p, dot, stage, phase, count, FIRST_ROW)
+        acc = acc + dot
+    return acc, stage, phase
 
 
 @gluon.jit
 def _consume(p, WHICH: gl.constexpr):
+    """One consumer warp group: its 64 rows of every tile."""
     cfg = p.cfg
-    if cfg.MODE == BLOCK:
-        if cfg.STRIP == 128 or cfg.BN != cfg.TN:
-            _consume_split(p, WHICH)
+    LAYOUT: gl.constexpr = mma_layout(cfg.MODE, cfg.BN, p.a_desc.dtype.primitive_bitwidth)
+    FIRST_ROW: gl.constexpr = WHICH * 64
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    for t in range(gl.program_id(0), _tiles(p), gl.num_programs(0)):
+        row, col = _tile(p, t)
+        row_end = gl.minimum(p.rows, row + cfg.BM)
+        row += FIRST_ROW
+        if cfg.MODE == BLOCK:
+            acc, stage, phase = _block_tile(p, stage, phase, row, col, FIRST_ROW, LAYOUT)
+        elif cfg.MODE == ROW:
+            acc, stage, phase = _row_tile(p, stage, phase, FIRST_ROW, LAYOUT)
         else:
-            _consume_deep(p, WHICH)
-    elif cfg.MODE == ROW:
-        _consume_span(p, WHICH)
-    else:
-        _consume_chain(p, WHICH)
+            ACC: gl.constexpr = gl.int32 if cfg.MODE == INT8 else gl.float32
+            acc = gl.zeros([64, cfg.BN], ACC, LAYOUT)
+            acc, stage, phase = _chain(p, acc, stage, phase, p.steps // cfg.DEPTH, FIRST_ROW)
+        _finish(p, acc, row, col, row_end, WHICH, LAYOUT)
+    if cfg.TMA_OUT:
+        tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["steps", "stride_or", "stride_oc", "stride_sar", "stride_sag",
-                              "stride_sbc", "stride_sbg"])  # fmt: skip
+@gluon.jit(do_not_specialize=["steps", "stride_sag", "stride_sbg"])
 def hopper_gemm_kernel(
-    a_desc, b_desc, out_desc, out_ptr, sa_ptr, sb_ptr, bias_ptr, rows, cols, steps,
-    stride_or, stride_oc, stride_sar, stride_sag, stride_sbc, stride_sbg,
-    MODE: gl.constexpr, SWAP: gl.constexpr, A_VEC: gl.constexpr, B_VEC: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, STRIP: gl.constexpr, TN: gl.constexpr,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, GROUP_ROWS: gl.constexpr, SPAN: gl.constexpr,
-    DEPTH: gl.constexpr, REST: gl.constexpr, HAS_BIAS: gl.constexpr, ADD: gl.constexpr, TMA_OUT: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    a_desc, b_desc, sa_desc, sb_desc, out_desc, out_ptr, sa_ptr, sb_ptr, bias_ptr,
+    rows, cols, steps, stride_or, stride_oc, stride_sar, stride_sag, stride_sbc, stride_sbg,
+    MODE: gl.constexpr, SWAP: gl.constexpr, A_SCALE: gl.constexpr, B_SCALE: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    DEPTH: gl.constexpr, REST: gl.constexpr, SPAN: gl.constexpr, GROUP_ROWS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, ADD: gl.constexpr, TMA_OUT: gl.constexpr,
 ):  # fmt: skip
     """Producer warp and CONSUMERS warp groups over a persistent grid of tiles."""
-    cfg = Config(MODE, SWAP, A_VEC, B_VEC, BM, BN, STRIP, TN, CONSUMERS, STAGES, GROUP_ROWS, SPAN,
-                 DEPTH, REST, HAS_BIAS, ADD, TMA_OUT)  # fmt: skip
+    cfg = Config(MODE, SWAP, A_SCALE, B_SCALE, BM, BN, CONSUMERS, STAGES, DEPTH, REST, SPAN,
+                 GROUP_ROWS, HAS_BIAS, ADD, TMA_OUT)  # fmt: skip
+    SLOTS: gl.constexpr = STAGES * DEPTH
     BK: gl.constexpr = a_desc.block_type.shape[1]
     HELD: gl.constexpr = 64 if BM < 64 else BM
-    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES, HELD, BK], a_desc.layout)
-    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BN, BK], b_desc.layout)
+    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [SLOTS, HELD, BK], a_desc.layout)
+    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [SLOTS, BN, BK], b_desc.layout)
+    sa_bufs = a_bufs
+    if A_SCALE == RING:
+        sa_bufs = gl.allocate_shared_memory(gl.float32, [SLOTS, BM], sa_desc.layout)
+    sb_bufs = b_bufs
+    if B_SCALE == RING:
+        sb_bufs = gl.allocate_shared_memory(gl.float32, [SLOTS, BN], sb_desc.layout)
     out_bufs = a_bufs
     if TMA_OUT:
-        out_bufs = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS, 64, TN], out_desc.layout)
+        out_bufs = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS, 64, BN], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=CONSUMERS)
-    p = Problem(cfg, a_desc, b_desc, out_desc, out_ptr, sa_ptr, sb_ptr, bias_ptr,
-                gl.to_tensor(rows), gl.to_tensor(cols), steps, stride_or, stride_oc, stride_sar,
-                stride_sag, stride_sbc, stride_sbg, a_bufs, b_bufs, out_bufs, full, empty)  # fmt: skip
+    p = Problem(
+        cfg,
+        (a_desc, b_desc, sa_desc, sb_desc, out_desc),
+        (out_ptr, sa_ptr, sb_ptr, bias_ptr),
+        (gl.to_tensor(rows), gl.to_tensor(cols), steps),
+        (gl.to_tensor(stride_or), gl.to_tensor(stride_oc), gl.to_tensor(stride_sar), stride_sag,
+         gl.to_tensor(stride_sbc), stride_sbg),
+        (a_bufs, b_bufs, sa_bufs, sb_bufs, out_bufs),
+        (full, empty),
+    )  # fmt: skip
     if CONSUMERS == 1:
         gl.warp_specialize([(_consume, (p, 0)), (_produce, (p,))], [1], [24])
     else:
         gl.warp_specialize(
-            [(_consume, (p, 0)), (_consume, (p, 1)), (_produce, (p,))], [4, 1], [REGISTERS, 24]
+            [(_consume, (p, 0)), (_consume, (p, 1)), (_produce, (p,))], [4, 1], [240, 24]
         )
