@@ -112,13 +112,15 @@ def hopper_gemm(
     ring = tile.ring and mode == plain.BLOCK
     a_source, b_source = _scale_source(sa, a_vector, ring), _scale_source(sb, b_vector, ring)
     tma_out = not tile.swap and not add and out_MN.dtype == torch.bfloat16 and tma_ready(out_MN)
-    a_desc = _descriptor(a, tile.rows, step)
+    a_desc = _descriptor(a, min(tile.rows, 64), step)
+    assert tile.rows == 64 * tile.consumers or (tile.rows, tile.consumers) == (32, 1)
+    assert stages <= 32, "the kernel keeps 32 barriers"
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(cols, tile.columns)
     grid = (min(tiles, _sm_count(out_MN.device.index or 0) * tile.per_sm),)
     hopper_gemm_kernel[grid](
         a_desc, _descriptor(b, tile.columns, step),
-        _scale_descriptor(sa, a_source, tile.rows, a_desc),
-        _scale_descriptor(sb, b_source, tile.columns, a_desc),
+        _scale_descriptor(sa, a_source, min(tile.rows, 64), a_desc),
+        _scale_descriptor(sb, b_source, max(tile.columns, 32), a_desc),
         _descriptor(out_MN, 64, tile.columns) if tma_out else a_desc,
         out_MN, sa, sb, out_MN if bias_N is None else bias_N, rows, cols, steps, *strides,
         sa.stride(0), sa.stride(1) if sa.ndim > 1 else 0,

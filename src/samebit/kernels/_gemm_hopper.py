@@ -149,9 +149,9 @@ def _produce(p):
     """The producer warp: keep the ring full, tile after tile, without draining between tiles."""
     cfg = p.cfg
     BK: gl.constexpr = p.a_desc.block_type.shape[1]
-    BYTES: gl.constexpr = p.a_desc.block_type.nbytes + p.b_desc.block_type.nbytes
-    SA_BYTES: gl.constexpr = 4 * cfg.BM if cfg.A_SCALE == RING else 0
-    SB_BYTES: gl.constexpr = 4 * cfg.BN if cfg.B_SCALE == RING else 0
+    BYTES: gl.constexpr = cfg.CONSUMERS * p.a_desc.block_type.nbytes + p.b_desc.block_type.nbytes
+    SA_BYTES: gl.constexpr = p.sa_desc.block_type.nbytes if cfg.A_SCALE == RING else 0
+    SB_BYTES: gl.constexpr = p.sb_desc.block_type.nbytes if cfg.B_SCALE == RING else 0
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     for t in range(gl.program_id(0), _tiles(p), gl.num_programs(0)):
@@ -159,21 +159,24 @@ def _produce(p):
         for k0 in range(0, p.steps, cfg.DEPTH):
             mbarrier.wait(p.empty.index(stage), phase)
             bar = p.full.index(stage)
-            mbarrier.expect(bar, cfg.DEPTH * (BYTES + SA_BYTES + SB_BYTES))
+            mbarrier.expect(bar, cfg.DEPTH * (BYTES + cfg.CONSUMERS * SA_BYTES + SB_BYTES))
             for i in gl.static_range(cfg.DEPTH):
                 # A step past the end is filled with zeros and not multiplied.
                 k = k0 + i
                 at = stage * cfg.DEPTH + i
-                a_buf = p.a_bufs.index(at)
-                if cfg.BM < 64:
-                    # A wgmma reads 64 rows; those past BM hold stale data and are never stored.
-                    a_buf = a_buf.slice(0, cfg.BM, 0)
-                tma.async_copy_global_to_shared(p.a_desc, [row, k * BK], bar, a_buf)
+                for strip in gl.static_range(cfg.CONSUMERS):
+                    slot = at * cfg.CONSUMERS + strip
+                    first = row + strip * 64
+                    a_buf = p.a_bufs.index(slot)
+                    if cfg.BM < 64:
+                        # A wgmma reads 64 rows; those past BM are stale and never stored.
+                        a_buf = a_buf.slice(0, cfg.BM, 0)
+                    tma.async_copy_global_to_shared(p.a_desc, [first, k * BK], bar, a_buf)
+                    if cfg.A_SCALE == RING:
+                        tma.async_copy_global_to_shared(
+                            p.sa_desc, [k * p.stride_sag + first], bar, p.sa_bufs.index(slot)
+                        )
                 tma.async_copy_global_to_shared(p.b_desc, [col, k * BK], bar, p.b_bufs.index(at))
-                if cfg.A_SCALE == RING:
-                    tma.async_copy_global_to_shared(
-                        p.sa_desc, [k * p.stride_sag + row], bar, p.sa_bufs.index(at)
-                    )
                 if cfg.B_SCALE == RING:
                     tma.async_copy_global_to_shared(
                         p.sb_desc, [k * p.stride_sbg + col], bar, p.sb_bufs.index(at)
@@ -182,8 +185,8 @@ def _produce(p):
 
 
 @gluon.jit
-def _mma(p, at, d, FIRST_ROW: gl.constexpr, use_acc):
-    a = p.a_bufs.index(at).slice(FIRST_ROW, 64, 0)
+def _mma(p, at, d, WHICH: gl.constexpr, use_acc):
+    a = p.a_bufs.index(at * p.cfg.CONSUMERS + WHICH)
     b = p.b_bufs.index(at).permute((1, 0))
     return warpgroup_mma(a, b, d, use_acc=use_acc, is_async=True)
 
@@ -219,15 +222,18 @@ def _prefetched(p, row, col, k, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _scale(p, fetched, at, FIRST_ROW: gl.constexpr, LAYOUT: gl.constexpr):
+def _scale(p, fetched, at, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
     """fl(sa * sb) of ring slot `at`, in a shape that broadcasts over the accumulator."""
     cfg = p.cfg
     if cfg.A_SCALE == RING:
-        sa = p.sa_bufs.index(at).slice(FIRST_ROW, 64, 0).load(gl.SliceLayout(1, LAYOUT))
+        sa = p.sa_bufs.index(at * cfg.CONSUMERS + WHICH).load(gl.SliceLayout(1, LAYOUT))
     else:
         sa = fetched[0]
     if cfg.B_SCALE == RING:
-        sb = p.sb_bufs.index(at).load(gl.SliceLayout(0, LAYOUT))
+        sb_buf = p.sb_bufs.index(at)
+        if cfg.BN < 32:
+            sb_buf = sb_buf.slice(0, cfg.BN, 0)
+        sb = sb_buf.load(gl.SliceLayout(0, LAYOUT))
     elif cfg.A_SCALE == RING:
         sb = fetched[0]
     else:
@@ -284,16 +290,17 @@ def _finish(p, acc, row, col, row_end, WHICH: gl.constexpr, LAYOUT: gl.constexpr
 
 @gluon.jit
 def _block_stage(p, acc, dots, fetched, stage, phase, row, col, k, COUNT: gl.constexpr,
-                 FIRST_ROW: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+                 WHICH: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
     """Multiply a stage's COUNT blocks at once, then promote them in order as they complete.
 
     `fetched` holds the scales of this stage and the next; those of the one after are started here.
     """
     DEPTH: gl.constexpr = p.cfg.DEPTH
+    PAIRS: gl.constexpr = p.cfg.A_SCALE != NONE and p.cfg.B_SCALE != NONE
     mbarrier.wait(p.full.index(stage), phase)
     tokens = ()
     for i in gl.static_range(COUNT):
-        tokens = tokens + (_mma(p, stage * DEPTH + i, dots[i], FIRST_ROW, False),)
+        tokens = tokens + (_mma(p, stage * DEPTH + i, dots[i], WHICH, False),)
     later = ()
     for i in gl.static_range(DEPTH):
         later = later + (fetched[DEPTH + i],)
@@ -301,8 +308,12 @@ def _block_stage(p, acc, dots, fetched, stage, phase, row, col, k, COUNT: gl.con
         later = later + (_prefetched(p, row, col, k + 2 * DEPTH + i, LAYOUT),)
     done = ()
     for i in gl.static_range(COUNT):
-        scale = _scale(p, fetched[i], stage * DEPTH + i, FIRST_ROW, LAYOUT)
+        if not PAIRS:
+            scale = _scale(p, fetched[i], stage * DEPTH + i, WHICH, LAYOUT)
         dot = warpgroup_mma_wait(COUNT - 1 - i, deps=(tokens[i],))
+        if PAIRS:
+            # One scale per element: made here, they need not live through the product.
+            scale = _scale(p, fetched[i], stage * DEPTH + i, WHICH, LAYOUT)
         if i == COUNT - 1:
             mbarrier.arrive(p.empty.index(stage), count=1)
         acc = _promote(dot, scale, acc)
@@ -314,7 +325,7 @@ def _block_stage(p, acc, dots, fetched, stage, phase, row, col, k, COUNT: gl.con
 
 
 @gluon.jit
-def _block_tile(p, stage, phase, row, col, FIRST_ROW: gl.constexpr, LAYOUT: gl.constexpr):
+def _block_tile(p, stage, phase, row, col, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
     """BLOCK: acc = fma(dot128, fl(sa * sb), acc), blocks in K order.
 
     No product is in flight over the loop's edge: the assembler would serialise them all.
@@ -330,29 +341,29 @@ def _block_tile(p, stage, phase, row, col, FIRST_ROW: gl.constexpr, LAYOUT: gl.c
     whole = p.steps - cfg.REST
     for k in range(0, whole, cfg.DEPTH):
         acc, dots, fetched, stage, phase = _block_stage(
-            p, acc, dots, fetched, stage, phase, row, col, k, cfg.DEPTH, FIRST_ROW, LAYOUT
+            p, acc, dots, fetched, stage, phase, row, col, k, cfg.DEPTH, WHICH, LAYOUT
         )
     if cfg.REST > 0:
         acc, dots, fetched, stage, phase = _block_stage(
-            p, acc, dots, fetched, stage, phase, row, col, whole, cfg.REST, FIRST_ROW, LAYOUT
+            p, acc, dots, fetched, stage, phase, row, col, whole, cfg.REST, WHICH, LAYOUT
         )
     return acc, stage, phase
 
 
 @gluon.jit
-def _chain(p, acc, stage, phase, stages, FIRST_ROW: gl.constexpr):
+def _chain(p, acc, stage, phase, stages, WHICH: gl.constexpr):
     """Products of `stages` stages added up inside the tensor core, starting from zero."""
     cfg = p.cfg
     mbarrier.wait(p.full.index(stage), phase)
     for i in gl.static_range(cfg.DEPTH):
-        product = _mma(p, stage * cfg.DEPTH + i, acc, FIRST_ROW, i > 0)
+        product = _mma(p, stage * cfg.DEPTH + i, acc, WHICH, i > 0)
         acc = warpgroup_mma_wait(cfg.DEPTH, deps=(product,))
     last = stage
     stage, phase = _advance(stage, phase, cfg.STAGES)
     for _ in range(1, stages):
         mbarrier.wait(p.full.index(stage), phase)
         for i in gl.static_range(cfg.DEPTH):
-            product = _mma(p, stage * cfg.DEPTH + i, acc, FIRST_ROW, True)
+            product = _mma(p, stage * cfg.DEPTH + i, acc, WHICH, True)
             acc = warpgroup_mma_wait(cfg.DEPTH, deps=(product,))
         mbarrier.arrive(p.empty.index(last), count=1)
         last = stage
@@ -363,7 +374,7 @@ def _chain(p, acc, stage, phase, stages, FIRST_ROW: gl.constexpr):
 
 
 @gluon.jit
-def _row_tile(p, stage, phase, FIRST_ROW: gl.constexpr, LAYOUT: gl.constexpr):
+def _row_tile(p, stage, phase, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
     """ROW: acc = acc + (SPAN stages chained in the tensor core)."""
     cfg = p.cfg
     acc = gl.zeros([64, cfg.BN], gl.float32, LAYOUT)
@@ -371,7 +382,7 @@ def _row_tile(p, stage, phase, FIRST_ROW: gl.constexpr, LAYOUT: gl.constexpr):
     stages = p.steps // cfg.DEPTH
     for first in range(0, stages, cfg.SPAN):
         count = gl.minimum(cfg.SPAN, stages - first)
-        dot, stage, phase = _chain(p, dot, stage, phase, count, FIRST_ROW)
+        dot, stage, phase = _chain(p, dot, stage, phase, count, WHICH)
         acc = acc + dot
     return acc, stage, phase
 
@@ -381,21 +392,20 @@ def _consume(p, WHICH: gl.constexpr):
     """One consumer warp group: its 64 rows of every tile."""
     cfg = p.cfg
     LAYOUT: gl.constexpr = mma_layout(cfg.MODE, cfg.BN, p.a_desc.dtype.primitive_bitwidth)
-    FIRST_ROW: gl.constexpr = WHICH * 64
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for t in range(gl.program_id(0), _tiles(p), gl.num_programs(0)):
         row, col = _tile(p, t)
         row_end = gl.minimum(p.rows, row + cfg.BM)
-        row += FIRST_ROW
+        row += WHICH * 64
         if cfg.MODE == BLOCK:
-            acc, stage, phase = _block_tile(p, stage, phase, row, col, FIRST_ROW, LAYOUT)
+            acc, stage, phase = _block_tile(p, stage, phase, row, col, WHICH, LAYOUT)
         elif cfg.MODE == ROW:
-            acc, stage, phase = _row_tile(p, stage, phase, FIRST_ROW, LAYOUT)
+            acc, stage, phase = _row_tile(p, stage, phase, WHICH, LAYOUT)
         else:
             ACC: gl.constexpr = gl.int32 if cfg.MODE == INT8 else gl.float32
             acc = gl.zeros([64, cfg.BN], ACC, LAYOUT)
-            acc, stage, phase = _chain(p, acc, stage, phase, p.steps // cfg.DEPTH, FIRST_ROW)
+            acc, stage, phase = _chain(p, acc, stage, phase, p.steps // cfg.DEPTH, WHICH)
         _finish(p, acc, row, col, row_end, WHICH, LAYOUT)
     if cfg.TMA_OUT:
         tma.store_wait(0)
@@ -415,20 +425,25 @@ def hopper_gemm_kernel(
                  GROUP_ROWS, HAS_BIAS, ADD, TMA_OUT)  # fmt: skip
     SLOTS: gl.constexpr = STAGES * DEPTH
     BK: gl.constexpr = a_desc.block_type.shape[1]
-    HELD: gl.constexpr = 64 if BM < 64 else BM
-    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [SLOTS, HELD, BK], a_desc.layout)
+    STRIPS: gl.constexpr = SLOTS * CONSUMERS
+    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STRIPS, 64, BK], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [SLOTS, BN, BK], b_desc.layout)
     sa_bufs = a_bufs
     if A_SCALE == RING:
-        sa_bufs = gl.allocate_shared_memory(gl.float32, [SLOTS, BM], sa_desc.layout)
+        sa_bufs = gl.allocate_shared_memory(
+            gl.float32, [STRIPS] + sa_desc.block_type.shape, sa_desc.layout
+        )
     sb_bufs = b_bufs
     if B_SCALE == RING:
-        sb_bufs = gl.allocate_shared_memory(gl.float32, [SLOTS, BN], sb_desc.layout)
+        sb_bufs = gl.allocate_shared_memory(
+            gl.float32, [SLOTS] + sb_desc.block_type.shape, sb_desc.layout
+        )
     out_bufs = a_bufs
     if TMA_OUT:
         out_bufs = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS, 64, BN], out_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # 256 bytes each: the copy engine needs what lies behind them aligned to 128 bytes.
+    full = gl.allocate_shared_memory(gl.int64, [32, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [32, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=CONSUMERS)
@@ -444,7 +459,20 @@ def hopper_gemm_kernel(
     )  # fmt: skip
     if CONSUMERS == 1:
         gl.warp_specialize([(_consume, (p, 0)), (_produce, (p,))], [1], [24])
-    else:
+    elif CONSUMERS == 2:
         gl.warp_specialize(
             [(_consume, (p, 0)), (_consume, (p, 1)), (_produce, (p,))], [4, 1], [240, 24]
         )
+    elif CONSUMERS == 3:
+        gl.warp_specialize(
+            [(_consume, (p, 0)), (_consume, (p, 1)), (_consume, (p, 2)), (_produce, (p,))],
+            [4, 4, 1],
+            [160, 160, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [(_consume, (p, 0)), (_consume, (p, 1)), (_consume, (p, 2)), (_consume, (p, 3)),
+             (_produce, (p,))],
+            [4, 4, 4, 1],
+            [112, 112, 112, 24],
+        )  # fmt: skip
