@@ -1,0 +1,56 @@
+"""Argument checks and output allocation shared by the GEMM launchers."""
+
+from __future__ import annotations
+
+import torch
+
+from samebit.formats import BLOCK
+
+GROUP = BLOCK
+
+
+def check_operands(
+    a_MK: torch.Tensor, b_NK: torch.Tensor, dtype: torch.dtype, multiple: int = GROUP
+) -> None:
+    """Both operands are 2-D, of `dtype`, contiguous along K and agree on K, a multiple of `multiple`."""
+    for name, operand in (("first operand", a_MK), ("second operand", b_NK)):
+        if operand.ndim != 2 or operand.dtype != dtype:
+            raise ValueError(
+                f"{name} must be 2-D {dtype}, got {operand.dtype} {tuple(operand.shape)}"
+            )
+        if operand.stride(1) != 1:
+            raise ValueError(f"{name} must be contiguous along K, got strides {operand.stride()}")
+    K = a_MK.shape[1]
+    if b_NK.shape[1] != K:
+        raise ValueError(f"K differs: {K} against {b_NK.shape[1]}; pad both with zeros alike")
+    if K % multiple:
+        raise ValueError(f"K = {K} is not a multiple of {multiple}; pad it with zero codes")
+
+
+def output(
+    out: torch.Tensor | None,
+    rows: int,
+    columns: int,
+    stored: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """`out` if given (checked), else a new [rows, columns]; `columns` may not exceed `stored`."""
+    if columns > stored:
+        raise ValueError(f"asked for {columns} outputs, but only {stored} are stored")
+    if out is None:
+        return torch.empty((rows, columns), dtype=dtype, device=device)
+    if out.shape != (rows, columns) or out.dtype != dtype or out.stride(1) != 1:
+        raise ValueError(
+            f"out must be {dtype} [{rows}, {columns}], contiguous along its columns; "
+            f"got {out.dtype} {tuple(out.shape)} with strides {out.stride()}"
+        )
+    return out
+
+
+def check_shape(name: str, tensor: torch.Tensor, *shape: int) -> None:
+    """ValueError unless `tensor` is FP32 of exactly `shape`."""
+    if tensor.dtype != torch.float32 or tuple(tensor.shape) != shape:
+        raise ValueError(
+            f"{name} must be float32 {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"
+        )

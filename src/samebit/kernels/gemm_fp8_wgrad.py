@@ -1,0 +1,38 @@
+"""FP8 weight gradient: both operands quantised along tokens, in groups of 128 (Jet-RL section 4.2)."""
+
+from __future__ import annotations
+
+import torch
+
+from samebit.kernels import _gemm_plain as plain
+from samebit.kernels._gemm_launch import GROUP, check_operands, check_shape, output
+
+
+def fp8_block_wgrad(
+    dy_NT: torch.Tensor,
+    dy_scale_NG: torch.Tensor,
+    x_KT: torch.Tensor,
+    x_scale_KG: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    accumulate: bool = False,
+) -> torch.Tensor:
+    """float32 [N, K]: acc = fma(dot128, fl(sdy * sx), acc) over token groups in order.
+
+    dy_NT, x_KT: e4m3 codes [N, Tp] and [K, Tp], transposed, Tp a multiple of 128 (each token group
+    padded with zero codes). dy_scale_NG, x_scale_KG: float32 [N, Tp / 128] and [K, Tp / 128], any
+    strides; the physical layout to write is [Tp / 128, N] and [Tp / 128, K] (stride(0) == 1).
+    accumulate: `out` (required) is read and the product added to it, one FP32 rounding. Deterministic.
+    """
+    check_operands(dy_NT, x_KT, torch.float8_e4m3fn)
+    N, T = dy_NT.shape
+    K = x_KT.shape[0]
+    check_shape("dy_scale_NG", dy_scale_NG, N, T // GROUP)
+    check_shape("x_scale_KG", x_scale_KG, K, T // GROUP)
+    if accumulate and out is None:
+        raise ValueError("accumulate=True needs out, the gradient to add to")
+    out_NK = output(out, N, K, K, torch.float32, dy_NT.device)
+    return plain.plain_gemm(
+        dy_NT, x_KT, out_NK, plain.BLOCK, a_scale=dy_scale_NG, b_scale=x_scale_KG,
+        promote=GROUP, add=accumulate,
+    )  # fmt: skip
