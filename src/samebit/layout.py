@@ -8,12 +8,29 @@ same thing, and `key_rows` is that thing: for each sequence, the storage row of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 
 from samebit.formats import BLOCK
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Derived:
+    """Holds what a backend makes of a layout (tables, maxima), once per batch."""
+
+    _held: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def derived(self, name: str, make: Callable[[], T]) -> T:
+        """The value called `name`, made on first use."""
+        if name not in self._held:
+            self._held[name] = make()
+        return self._held[name]
 
 
 @dataclass(frozen=True)
@@ -27,7 +44,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class PackedLayout:
+class PackedLayout(_Derived):
     """A packed training batch: segments in row order, covering every row once."""
 
     segments: tuple[Segment, ...]
@@ -89,7 +106,7 @@ class PackedLayout:
 
 
 @dataclass(frozen=True)
-class PagedLayout:
+class PagedLayout(_Derived):
     """A batch over a paged KV cache: prefill, chunked prefill and decode alike.
 
     block_table: int64 [B, P], page ids of each sequence in order. query_sequence, positions:

@@ -52,6 +52,7 @@ class QuantizedWeight:
     scale: torch.Tensor | None
     version: int = 0
     _derived: dict[str, tuple[int, Any]] = field(default_factory=dict)
+    _kept: dict[str, Any] = field(default_factory=dict)
 
     @property
     def out_features(self) -> int:
@@ -81,6 +82,20 @@ class QuantizedWeight:
             held = (self.version, make())
             self._derived[name] = held
         return held[1]
+
+    def kept(self, name: str, make: Callable[[], Any]) -> Any:
+        """A value that depends on the layout only, made once for good (storage keeps its address)."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        return self._kept[name]
+
+    @property
+    def last_part_padded(self) -> bool:
+        """Whether the logical rows are the first rows of `codes`: only the last part is padded."""
+        offsets = [0]
+        for n in self.rows[:-1]:
+            offsets.append(offsets[-1] + n)
+        return tuple(offsets) == self.padded_offsets
 
 
 def allocate_weight(

@@ -101,13 +101,14 @@ class Attention:
 
     kv_block: keys per online-softmax step, at absolute positions. kv_split: keys per declared split,
     folded in order (0: one split). q, kv: what scores are computed from and the cache holds.
+    The two constants are those of the Hopper kernels (docs/kernels-attention.md has the measurement).
     """
 
     q: Precision = BF16
     kv: Precision = BF16
     probabilities: Precision = BF16
-    kv_block: int = 64
-    kv_split: int = 0
+    kv_block: int = 128
+    kv_split: int = 1024
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,12 @@ absolute position alone, and an absent key contributes an exact zero.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from samebit.layout import Layout, PackedLayout, Segment
-from samebit.reference.exact import exp, log, row_sum
+from samebit.reference.exact import exp, fma, log, row_sum
 from samebit.spec import Attention
 
 ROWS = 16
@@ -30,12 +32,13 @@ def attention(
     """(out BF16 [T, H, D], log-sum-exp FP32 [T, H], natural log).
 
     q: BF16 queries of the batch's rows. k, v: BF16 rows that layout.key_rows points into (the packed
-    rows, or the cache). ValueError for a KV precision this backend does not implement.
+    rows, or the cache). (m, sum, accumulator) restart every spec.kv_split keys and are folded in order.
+    ValueError for a KV precision this backend does not implement.
     """
-    if spec.kv.format != "bf16" or spec.kv_split:
+    if spec.kv.format != "bf16":
         raise ValueError(
-            f"the CPU reference has no attention over a {spec.kv} KV cache (split "
-            f"{spec.kv_split}); use a recipe with a BF16 KV cache there"
+            f"the CPU reference has no attention over a {spec.kv} KV cache; use a recipe with a BF16 "
+            "KV cache there"
         )
     tokens, heads, dim = q_THD.shape
     kv_heads = k_SGD.shape[1]
@@ -43,30 +46,69 @@ def attention(
         raise ValueError(
             f"{heads // kv_heads} query heads per KV head; at most {ROWS} are supported"
         )
+    assert spec.kv_split % spec.kv_block == 0, "a split is whole blocks"
     tiles = _Tiles(layout, heads // kv_heads)
     q = tiles.gather(q_THD, kv_heads).float()
-    m = torch.full(q.shape[:3], _NEVER, device=q.device)
-    total = torch.zeros_like(m)
-    acc = torch.zeros_like(q)
     key_rows = _padded_key_rows(layout.key_rows, spec.kv_block)
-    for block in range(tiles.num_blocks(spec.kv_block)):
-        active = tiles.active(block * spec.kv_block)
-        rows = key_rows[tiles.sequence[active], block * spec.kv_block : (block + 1) * spec.kv_block]
-        k = k_SGD[rows].permute(0, 2, 3, 1).float()
-        v = v_SGD[rows].permute(0, 2, 1, 3).float()
-        scores = _batched(q[active], k).mul_(scale)
-        position = torch.arange(rows.shape[1], device=q.device) + block * spec.kv_block
-        # storage past a sequence's end holds anything, NaN included: 0 * NaN must not reach P V
-        absent = position[None] >= layout.context_lengths[tiles.sequence[active], None]
-        v.masked_fill_(absent[:, None, :, None], 0.0)
-        hidden = position[None, None, None, :] > tiles.row_position[active][:, None, :, None]
-        scores.masked_fill_(hidden, float("-inf"))
-        m[active], total[active], acc[active] = _online_step(
-            scores, v, hidden, m[active], total[active], acc[active]
-        )
-    out = tiles.scatter((acc / total[..., None]), heads)
-    lse = tiles.scatter((m + log(total))[..., None], heads)[..., 0]
+    num_blocks = tiles.num_blocks(spec.kv_block)
+    per_split = spec.kv_split // spec.kv_block or num_blocks
+    whole: _State | None = None
+    for first in range(0, num_blocks, per_split):
+        state = _State.empty(q)
+        for block in range(first, min(first + per_split, num_blocks)):
+            active = tiles.active(block * spec.kv_block)
+            position = torch.arange(spec.kv_block, device=q.device) + block * spec.kv_block
+            rows = key_rows[tiles.sequence[active]][:, position]
+            k = k_SGD[rows].permute(0, 2, 3, 1).float()
+            v = v_SGD[rows].permute(0, 2, 1, 3).float()
+            scores = _batched(q[active], k).mul_(scale)
+            # storage past a sequence's end holds anything, NaN included: 0 * NaN must not reach P V
+            absent = position[None] >= layout.context_lengths[tiles.sequence[active], None]
+            v.masked_fill_(absent[:, None, :, None], 0.0)
+            hidden = position[None, None, None, :] > tiles.row_position[active][:, None, :, None]
+            scores.masked_fill_(hidden, float("-inf"))
+            state.put(active, _online_step(scores, v, hidden, *state.take(active)))
+        whole = state if whole is None else whole.fold(state, tiles, first * spec.kv_block)
+    assert whole is not None
+    out = tiles.scatter((whole.acc / whole.total[..., None]), heads)
+    lse = tiles.scatter((whole.m + log(whole.total))[..., None], heads)[..., 0]
     return out.bfloat16(), lse
+
+
+@dataclass
+class _State:
+    """Running maximum, sum and accumulator of every tile row: [tiles, G, ROWS] and [.., D]."""
+
+    m: torch.Tensor
+    total: torch.Tensor
+    acc: torch.Tensor
+
+    @classmethod
+    def empty(cls, q: torch.Tensor) -> _State:
+        """Before any key."""
+        m = torch.full(q.shape[:3], _NEVER, device=q.device)
+        return cls(m, torch.zeros_like(m), torch.zeros_like(q))
+
+    def take(self, tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The state of some tiles."""
+        return self.m[tiles], self.total[tiles], self.acc[tiles]
+
+    def put(self, tiles: torch.Tensor, new: tuple[torch.Tensor, ...]) -> None:
+        """Replace the state of some tiles."""
+        self.m[tiles], self.total[tiles], self.acc[tiles] = new
+
+    def fold(self, split: _State, tiles: _Tiles, first_key: int) -> _State:
+        """This and the next split together; a row before the split's first key keeps its own state."""
+        seen = (tiles.row_position >= first_key)[:, None, :]
+        m = torch.maximum(self.m, split.m)
+        old, new = exp(self.m - m), exp(split.m - m)
+        total = fma(self.total, old, split.total * new)
+        acc = fma(self.acc, old[..., None], split.acc * new[..., None])
+        return _State(
+            torch.where(seen, m, self.m),
+            torch.where(seen, total, self.total),
+            torch.where(seen[..., None], acc, self.acc),
+        )
 
 
 def _batched(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
