@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from samebit.rl.corrections import calibrated
+from samebit.rl.corrections import adaptive, calibrated
 from samebit.rl.registry import load_algorithm, load_correction
 from tests.rl import oracle
 from tests.rl.cases import MAX_LENGTH, fresh, normaliser_of, random_batch
@@ -132,6 +132,14 @@ def test_adaptive_sees_variance_where_large_advantages_meet_large_ratios():
     table = {"log_ratio_limit": 99.0, "lost_sample_limit": 99.0, "variance_limit": 0.336}
     correction = load_correction("adaptive", table).prepare(batch, 0.8, 1.2)
     assert correction.mix == pytest.approx(0.5, rel=1e-5)
+
+
+def test_adaptive_leaves_tokens_without_a_gap_alone():
+    """(1 - mix) + mix is not 1 for every mix in FP32; 1 + mix * 0 is."""
+    batch = with_rho([1.0, 3.0], [2])
+    for step in range(1, 100):
+        weight_T = adaptive.Correction(None, step / 100).weights(batch.filled()).weight_T
+        assert float(weight_T[0]) == 1.0 and float(weight_T[1]) > 1.0
 
 
 def doubles(*values: float) -> torch.Tensor:

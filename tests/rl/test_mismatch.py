@@ -44,6 +44,13 @@ def test_by_hand():
     assert numbers == pytest.approx(expected, abs=1e-6)
 
 
+def test_k1_is_of_the_sampler_against_the_trainer():
+    """The sampler is surer than the trainer by 0.5 and 0.1: KL(sampler, trainer) > 0."""
+    numbers = measure(torch.tensor([-1.5, -2.1]), torch.tensor([-1.0, -2.0]), masks(1, 1)).compute()
+    assert numbers["mismatch/k1"] == pytest.approx(0.3, abs=1e-6)
+    assert numbers["mismatch/rho_max"] == pytest.approx(math.exp(-0.1), rel=1e-6)
+
+
 def test_same_bits_are_exactly_zero():
     logp_T = -torch.rand(100, generator=torch.Generator().manual_seed(0))
     numbers = measure(logp_T, logp_T.clone(), torch.ones(100, dtype=torch.bool)).compute()

@@ -21,6 +21,7 @@ def test_defaults_are_the_common_ones():
     assert (grpo.clip_low, grpo.clip_high, grpo.kl_estimator) == (0.2, 0.2, "k3")
     assert (dapo.clip_low, dapo.clip_high, dapo.averaging) == (0.2, 0.28, "token-mean")
     assert load_correction("tis").config.cap == load_correction("acr").config.cap == 2.0
+    assert load_correction("reject+tis", {"tis": {"cap": 8}}).cap == 8.0
 
 
 @pytest.mark.parametrize("alias", ["epsilon", "clip_ratio", "eps_clip"])

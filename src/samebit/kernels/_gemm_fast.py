@@ -22,8 +22,8 @@ class Tile:
     """One tuned configuration. No field changes a result's bits.
 
     rows, columns: rows of the M-side and of the N-side operand a tile covers. swap: the weights are
-    the M side. consumers: warp groups that multiply. stages: slots of the operand ring. depth: K
-    steps a stage holds. ring: per-row scales come through the ring when their layout allows.
+    the M side. consumers: warp groups that multiply. stages: slots of the operand ring. hold: K steps a stage holds.
+    depth: K steps a consumer multiplies at once (block scaling). ring: per-row scales come through the ring when their layout allows.
     group: row tiles that share their columns in L2. per_sm: resident programs an SM; registers: a
     thread's launch registers.
     """
@@ -33,7 +33,8 @@ class Tile:
     swap: bool = False
     consumers: int = 2
     stages: int = 3
-    depth: int = 2
+    hold: int = 1
+    depth: int = 1
     ring: bool = True
     group: int = 8
     per_sm: int = 1
@@ -98,10 +99,10 @@ def hopper_gemm(
     step = 64 if mode == plain.BF16 else GROUP
     steps = triton.cdiv(x_MK.shape[1], step)
     span = promote // step
-    depth = tile.depth
+    hold, depth = tile.hold, tile.depth
     if mode != plain.BLOCK:
-        depth = math.gcd(depth, steps, span if mode == plain.ROW else steps)
-    stages = tile.stages * tile.depth // depth
+        hold = math.gcd(hold, steps, span if mode == plain.ROW else steps)
+    stages = tile.stages * tile.hold // hold
     a, b, sa, sb, a_vector, b_vector = x_MK, w_NK, x_scale, w_scale, True, w_scale_rows == 1
     rows, cols, strides = M, N, out_MN.stride()
     if tile.swap:
@@ -126,8 +127,8 @@ def hopper_gemm(
         sa.stride(0), sa.stride(1) if sa.ndim > 1 else 0,
         sb.stride(0), sb.stride(1) if sb.ndim > 1 else 0,
         MODE=mode, SWAP=tile.swap, A_SCALE=a_source, B_SCALE=b_source, BM=tile.rows,
-        BN=tile.columns, CONSUMERS=tile.consumers, STAGES=stages, DEPTH=depth,
-        REST=steps % depth, SPAN=max(span // depth, 1), GROUP_ROWS=tile.group,
+        BN=tile.columns, CONSUMERS=tile.consumers, STAGES=stages, HOLD=hold, DEPTH=depth,
+        REST=steps % depth, SPAN=max(span // hold, 1), GROUP_ROWS=tile.group,
         HAS_BIAS=bias_N is not None, ADD=add, TMA_OUT=tma_out,
         num_warps=4, maxnreg=tile.registers, enable_fp_fusion=False,
     )  # fmt: skip

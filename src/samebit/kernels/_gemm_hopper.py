@@ -42,7 +42,8 @@ class Config:
     BN: gl.constexpr  # rows of B a tile covers
     CONSUMERS: gl.constexpr
     STAGES: gl.constexpr
-    DEPTH: gl.constexpr  # K steps a stage holds and a consumer multiplies at once
+    HOLD: gl.constexpr  # K steps a stage holds
+    DEPTH: gl.constexpr  # K steps a consumer multiplies at once (BLOCK): HOLD or a multiple
     REST: gl.constexpr  # K steps modulo DEPTH
     SPAN: gl.constexpr  # stages between promotions (ROW)
     GROUP_ROWS: gl.constexpr  # row tiles walked before the next column tile
@@ -51,7 +52,7 @@ class Config:
     TMA_OUT: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, MODE, SWAP, A_SCALE, B_SCALE, BM, BN, CONSUMERS, STAGES, DEPTH, REST, SPAN,
+    def __init__(self, MODE, SWAP, A_SCALE, B_SCALE, BM, BN, CONSUMERS, STAGES, HOLD, DEPTH, REST, SPAN,
                  GROUP_ROWS, HAS_BIAS, ADD, TMA_OUT):  # fmt: skip
         self.MODE = gl.constexpr(MODE)
         self.SWAP = gl.constexpr(SWAP)
@@ -61,6 +62,7 @@ class Config:
         self.BN = gl.constexpr(BN)
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.STAGES = gl.constexpr(STAGES)
+        self.HOLD = gl.constexpr(HOLD)
         self.DEPTH = gl.constexpr(DEPTH)
         self.REST = gl.constexpr(REST)
         self.SPAN = gl.constexpr(SPAN)
@@ -156,14 +158,14 @@ def _produce(p):
     phase = gl.to_tensor(1)
     for t in range(gl.program_id(0), _tiles(p), gl.num_programs(0)):
         row, col = _tile(p, t)
-        for k0 in range(0, p.steps, cfg.DEPTH):
+        for k0 in range(0, p.steps, cfg.HOLD):
             mbarrier.wait(p.empty.index(stage), phase)
             bar = p.full.index(stage)
-            mbarrier.expect(bar, cfg.DEPTH * (BYTES + cfg.CONSUMERS * SA_BYTES + SB_BYTES))
-            for i in gl.static_range(cfg.DEPTH):
+            mbarrier.expect(bar, cfg.HOLD * (BYTES + cfg.CONSUMERS * SA_BYTES + SB_BYTES))
+            for i in gl.static_range(cfg.HOLD):
                 # A step past the end is filled with zeros and not multiplied.
                 k = k0 + i
-                at = stage * cfg.DEPTH + i
+                at = stage * cfg.HOLD + i
                 for strip in gl.static_range(cfg.CONSUMERS):
                     slot = at * cfg.CONSUMERS + strip
                     first = row + strip * 64
@@ -289,18 +291,24 @@ def _finish(p, acc, row, col, row_end, WHICH: gl.constexpr, LAYOUT: gl.constexpr
 
 
 @gluon.jit
-def _block_stage(p, acc, dots, fetched, stage, phase, row, col, k, COUNT: gl.constexpr,
+def _block_group(p, acc, dots, fetched, stage, phase, row, col, k, COUNT: gl.constexpr,
                  WHICH: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
-    """Multiply a stage's COUNT blocks at once, then promote them in order as they complete.
+    """Multiply COUNT blocks at once, then promote them in order as they complete.
 
-    `fetched` holds the scales of this stage and the next; those of the one after are started here.
+    `fetched` holds the scales of this group and the next; those of the one after are started here.
     """
+    HOLD: gl.constexpr = p.cfg.HOLD
     DEPTH: gl.constexpr = p.cfg.DEPTH
     PAIRS: gl.constexpr = p.cfg.A_SCALE != NONE and p.cfg.B_SCALE != NONE
-    mbarrier.wait(p.full.index(stage), phase)
     tokens = ()
+    stages = ()
     for i in gl.static_range(COUNT):
-        tokens = tokens + (_mma(p, stage * DEPTH + i, dots[i], WHICH, False),)
+        if i % HOLD == 0:
+            mbarrier.wait(p.full.index(stage), phase)
+        tokens = tokens + (_mma(p, stage * HOLD + i % HOLD, dots[i], WHICH, False),)
+        stages = stages + (stage,)
+        if i % HOLD == HOLD - 1 or i == COUNT - 1:
+            stage, phase = _advance(stage, phase, p.cfg.STAGES)
     later = ()
     for i in gl.static_range(DEPTH):
         later = later + (fetched[DEPTH + i],)
@@ -309,18 +317,17 @@ def _block_stage(p, acc, dots, fetched, stage, phase, row, col, k, COUNT: gl.con
     done = ()
     for i in gl.static_range(COUNT):
         if not PAIRS:
-            scale = _scale(p, fetched[i], stage * DEPTH + i, WHICH, LAYOUT)
+            scale = _scale(p, fetched[i], stages[i] * HOLD + i % HOLD, WHICH, LAYOUT)
         dot = warpgroup_mma_wait(COUNT - 1 - i, deps=(tokens[i],))
         if PAIRS:
             # One scale per element: made here, they need not live through the product.
-            scale = _scale(p, fetched[i], stage * DEPTH + i, WHICH, LAYOUT)
-        if i == COUNT - 1:
-            mbarrier.arrive(p.empty.index(stage), count=1)
+            scale = _scale(p, fetched[i], stages[i] * HOLD + i % HOLD, WHICH, LAYOUT)
+        if i % HOLD == HOLD - 1 or i == COUNT - 1:
+            mbarrier.arrive(p.empty.index(stages[i]), count=1)
         acc = _promote(dot, scale, acc)
         done = done + (dot,)
     for i in gl.static_range(COUNT, DEPTH):
         done = done + (dots[i],)
-    stage, phase = _advance(stage, phase, p.cfg.STAGES)
     return acc, done, later, stage, phase
 
 
@@ -340,11 +347,11 @@ def _block_tile(p, stage, phase, row, col, WHICH: gl.constexpr, LAYOUT: gl.const
         fetched = fetched + (_prefetched(p, row, col, i, LAYOUT),)
     whole = p.steps - cfg.REST
     for k in range(0, whole, cfg.DEPTH):
-        acc, dots, fetched, stage, phase = _block_stage(
+        acc, dots, fetched, stage, phase = _block_group(
             p, acc, dots, fetched, stage, phase, row, col, k, cfg.DEPTH, WHICH, LAYOUT
         )
     if cfg.REST > 0:
-        acc, dots, fetched, stage, phase = _block_stage(
+        acc, dots, fetched, stage, phase = _block_group(
             p, acc, dots, fetched, stage, phase, row, col, whole, cfg.REST, WHICH, LAYOUT
         )
     return acc, stage, phase
@@ -355,16 +362,16 @@ def _chain(p, acc, stage, phase, stages, WHICH: gl.constexpr):
     """Products of `stages` stages added up inside the tensor core, starting from zero."""
     cfg = p.cfg
     mbarrier.wait(p.full.index(stage), phase)
-    for i in gl.static_range(cfg.DEPTH):
-        product = _mma(p, stage * cfg.DEPTH + i, acc, WHICH, i > 0)
-        acc = warpgroup_mma_wait(cfg.DEPTH, deps=(product,))
+    for i in gl.static_range(cfg.HOLD):
+        product = _mma(p, stage * cfg.HOLD + i, acc, WHICH, i > 0)
+        acc = warpgroup_mma_wait(cfg.HOLD, deps=(product,))
     last = stage
     stage, phase = _advance(stage, phase, cfg.STAGES)
     for _ in range(1, stages):
         mbarrier.wait(p.full.index(stage), phase)
-        for i in gl.static_range(cfg.DEPTH):
-            product = _mma(p, stage * cfg.DEPTH + i, acc, WHICH, True)
-            acc = warpgroup_mma_wait(cfg.DEPTH, deps=(product,))
+        for i in gl.static_range(cfg.HOLD):
+            product = _mma(p, stage * cfg.HOLD + i, acc, WHICH, True)
+            acc = warpgroup_mma_wait(cfg.HOLD, deps=(product,))
         mbarrier.arrive(p.empty.index(last), count=1)
         last = stage
         stage, phase = _advance(stage, phase, cfg.STAGES)
@@ -379,7 +386,7 @@ def _row_tile(p, stage, phase, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
     cfg = p.cfg
     acc = gl.zeros([64, cfg.BN], gl.float32, LAYOUT)
     dot = gl.zeros([64, cfg.BN], gl.float32, LAYOUT)
-    stages = p.steps // cfg.DEPTH
+    stages = p.steps // cfg.HOLD
     for first in range(0, stages, cfg.SPAN):
         count = gl.minimum(cfg.SPAN, stages - first)
         dot, stage, phase = _chain(p, dot, stage, phase, count, WHICH)
@@ -405,25 +412,26 @@ def _consume(p, WHICH: gl.constexpr):
         else:
             ACC: gl.constexpr = gl.int32 if cfg.MODE == INT8 else gl.float32
             acc = gl.zeros([64, cfg.BN], ACC, LAYOUT)
-            acc, stage, phase = _chain(p, acc, stage, phase, p.steps // cfg.DEPTH, WHICH)
+            acc, stage, phase = _chain(p, acc, stage, phase, p.steps // cfg.HOLD, WHICH)
         _finish(p, acc, row, col, row_end, WHICH, LAYOUT)
     if cfg.TMA_OUT:
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["steps", "stride_sag", "stride_sbg"])
+@gluon.jit(do_not_specialize=["rows", "cols", "steps", "stride_sag", "stride_sbg"])
 def hopper_gemm_kernel(
     a_desc, b_desc, sa_desc, sb_desc, out_desc, out_ptr, sa_ptr, sb_ptr, bias_ptr,
     rows, cols, steps, stride_or, stride_oc, stride_sar, stride_sag, stride_sbc, stride_sbg,
     MODE: gl.constexpr, SWAP: gl.constexpr, A_SCALE: gl.constexpr, B_SCALE: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    DEPTH: gl.constexpr, REST: gl.constexpr, SPAN: gl.constexpr, GROUP_ROWS: gl.constexpr,
-    HAS_BIAS: gl.constexpr, ADD: gl.constexpr, TMA_OUT: gl.constexpr,
+    HOLD: gl.constexpr, DEPTH: gl.constexpr, REST: gl.constexpr, SPAN: gl.constexpr,
+    GROUP_ROWS: gl.constexpr, HAS_BIAS: gl.constexpr, ADD: gl.constexpr,
+    TMA_OUT: gl.constexpr,
 ):  # fmt: skip
     """Producer warp and CONSUMERS warp groups over a persistent grid of tiles."""
-    cfg = Config(MODE, SWAP, A_SCALE, B_SCALE, BM, BN, CONSUMERS, STAGES, DEPTH, REST, SPAN,
+    cfg = Config(MODE, SWAP, A_SCALE, B_SCALE, BM, BN, CONSUMERS, STAGES, HOLD, DEPTH, REST, SPAN,
                  GROUP_ROWS, HAS_BIAS, ADD, TMA_OUT)  # fmt: skip
-    SLOTS: gl.constexpr = STAGES * DEPTH
+    SLOTS: gl.constexpr = STAGES * HOLD
     BK: gl.constexpr = a_desc.block_type.shape[1]
     STRIPS: gl.constexpr = SLOTS * CONSUMERS
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STRIPS, 64, BK], a_desc.layout)

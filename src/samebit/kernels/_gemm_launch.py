@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 
 from samebit.formats import BLOCK
+from samebit.kernels import _gemm_plain as plain
+from samebit.kernels._gemm_fast import Tile, hopper_gemm, tma_ready
+from samebit.kernels._gemm_tuning import tile_for
 
 GROUP = BLOCK
 
@@ -54,3 +57,36 @@ def check_shape(name: str, tensor: torch.Tensor, *shape: int) -> None:
         raise ValueError(
             f"{name} must be float32 {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"
         )
+
+
+def launch(
+    operator: str,
+    mode: int,
+    x_MK: torch.Tensor,
+    w_NK: torch.Tensor,
+    out_MN: torch.Tensor,
+    *,
+    x_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    w_scale_rows: int = 1,
+    promote: int = 0,
+    bias_N: torch.Tensor | None = None,
+    add: bool = False,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """out = x w^T by the tuned kernel, or by the plain one where the copy engine cannot address the
+    operands and on tensors of another device than CUDA (Triton's interpreter). Same bits."""
+    if bias_N is not None and bias_N.shape != (out_MN.shape[1],):
+        raise ValueError(f"bias_N must be [{out_MN.shape[1]}], got {list(bias_N.shape)}")
+    if x_MK.is_cuda and tma_ready(x_MK) and tma_ready(w_NK):
+        if tile is None:
+            M, N = out_MN.shape
+            tile = tile_for(x_MK.device.index or 0, operator, M, N, x_MK.shape[1])
+        return hopper_gemm(
+            x_MK, w_NK, out_MN, mode, tile, x_scale=x_scale, w_scale=w_scale,
+            w_scale_rows=w_scale_rows, promote=promote, bias_N=bias_N, add=add,
+        )  # fmt: skip
+    return plain.plain_gemm(
+        x_MK, w_NK, out_MN, mode, a_scale=x_scale, b_scale=w_scale, col_group=w_scale_rows,
+        promote=promote, bias_N=bias_N, add=add,
+    )  # fmt: skip

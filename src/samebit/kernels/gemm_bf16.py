@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from samebit.kernels import _gemm_plain as plain
-from samebit.kernels._gemm_launch import check_operands, output
+from samebit.kernels._gemm_fast import Tile
+from samebit.kernels._gemm_launch import check_operands, launch, output
 
 
 def bf16_gemm(
@@ -16,6 +17,7 @@ def bf16_gemm(
     n: int | None = None,
     bias_N: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
     """[M, n] in `out_dtype` (bfloat16, rounded once, or float32, unrounded): x_MK times w_NK^T.
 
@@ -26,4 +28,4 @@ def bf16_gemm(
         raise ValueError(f"out_dtype must be bfloat16 or float32, got {out_dtype}")
     M, stored = x_MK.shape[0], w_NK.shape[0]
     out_MN = output(out, M, n or stored, stored, out_dtype, x_MK.device)
-    return plain.plain_gemm(x_MK, w_NK, out_MN, plain.BF16, bias_N=bias_N)
+    return launch("bf16", plain.BF16, x_MK, w_NK, out_MN, bias_N=bias_N, tile=tile)

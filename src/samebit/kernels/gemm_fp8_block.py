@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from samebit.kernels import _gemm_plain as plain
-from samebit.kernels._gemm_launch import GROUP, check_operands, check_shape, output
+from samebit.kernels._gemm_fast import Tile
+from samebit.kernels._gemm_launch import GROUP, check_operands, check_shape, launch, output
 
 
 def fp8_block_gemm(
@@ -21,6 +22,7 @@ def fp8_block_gemm(
     *,
     n: int | None = None,
     bias_N: torch.Tensor | None = None,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
     """bf16 [M, n]: acc = fma(dot128, fl(sx * sw), acc) over K blocks in order, + bias, rounded once.
 
@@ -38,7 +40,7 @@ def fp8_block_gemm(
     check_shape("x_scale_MG", x_scale_MG, M, K // GROUP)
     check_shape("w_scale", w_scale, stored // GROUP, K // GROUP)
     out_MN = output(out, M, n or stored, stored, torch.bfloat16, x_MK.device)
-    return plain.plain_gemm(
-        x_MK, w_NK, out_MN, plain.BLOCK, a_scale=x_scale_MG, b_scale=w_scale,
-        col_group=GROUP, promote=GROUP, bias_N=bias_N,
+    return launch(
+        "fp8_block", plain.BLOCK, x_MK, w_NK, out_MN, x_scale=x_scale_MG, w_scale=w_scale,
+        w_scale_rows=GROUP, promote=GROUP, bias_N=bias_N, tile=tile,
     )  # fmt: skip

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from samebit.kernels import _gemm_plain as plain
-from samebit.kernels._gemm_launch import GROUP, check_operands, check_shape, output
+from samebit.kernels._gemm_fast import Tile
+from samebit.kernels._gemm_launch import GROUP, check_operands, check_shape, launch, output
 
 
 def fp8_row_gemm(
@@ -18,6 +19,7 @@ def fp8_row_gemm(
     n: int | None = None,
     bias_N: torch.Tensor | None = None,
     promote: int = 512,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
     """bf16 [M, n]: acc = acc + dot(`promote` of K), in K order; then fl(acc * fl(sx * sw)) + bias.
 
@@ -32,7 +34,7 @@ def fp8_row_gemm(
     check_shape("x_scale_M", x_scale_M, M)
     check_shape("w_scale_N", w_scale_N, stored)
     out_MN = output(out, M, n or stored, stored, torch.bfloat16, x_MK.device)
-    return plain.plain_gemm(
-        x_MK, w_NK, out_MN, plain.ROW, a_scale=x_scale_M, b_scale=w_scale_N,
-        promote=promote, bias_N=bias_N,
+    return launch(
+        "fp8_row", plain.ROW, x_MK, w_NK, out_MN, x_scale=x_scale_M, w_scale=w_scale_N,
+        promote=promote, bias_N=bias_N, tile=tile,
     )  # fmt: skip

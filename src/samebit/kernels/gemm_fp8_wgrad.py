@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from samebit.kernels import _gemm_plain as plain
-from samebit.kernels._gemm_launch import GROUP, check_operands, check_shape, output
+from samebit.kernels._gemm_fast import Tile
+from samebit.kernels._gemm_launch import GROUP, check_operands, check_shape, launch, output
 
 
 def fp8_block_wgrad(
@@ -16,13 +17,15 @@ def fp8_block_wgrad(
     out: torch.Tensor | None = None,
     *,
     accumulate: bool = False,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
     """float32 [N, K]: acc = fma(dot128, fl(sdy * sx), acc) over token groups in order.
 
     dy_NT, x_KT: e4m3 codes [N, Tp] and [K, Tp], transposed, Tp a multiple of 128 (each token group
     padded with zero codes). dy_scale_NG, x_scale_KG: float32 [N, Tp / 128] and [K, Tp / 128], any
     strides; the physical layout to write is [Tp / 128, N] and [Tp / 128, K] (stride(0) == 1).
-    accumulate: `out` (required) is read and the product added to it, one FP32 rounding. Deterministic.
+    accumulate: `out` (required) is read and the product added to it, one FP32 rounding. Deterministic. tile: instead of
+    the tuned one, for tests and tuning; it never changes the bits.
     """
     check_operands(dy_NT, x_KT, torch.float8_e4m3fn)
     N, T = dy_NT.shape
@@ -32,7 +35,7 @@ def fp8_block_wgrad(
     if accumulate and out is None:
         raise ValueError("accumulate=True needs out, the gradient to add to")
     out_NK = output(out, N, K, K, torch.float32, dy_NT.device)
-    return plain.plain_gemm(
-        dy_NT, x_KT, out_NK, plain.BLOCK, a_scale=dy_scale_NG, b_scale=x_scale_KG,
-        promote=GROUP, add=accumulate,
+    return launch(
+        "fp8_wgrad", plain.BLOCK, dy_NT, x_KT, out_NK, x_scale=dy_scale_NG, w_scale=x_scale_KG,
+        promote=GROUP, add=accumulate, tile=tile,
     )  # fmt: skip

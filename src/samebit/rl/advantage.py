@@ -49,7 +49,10 @@ def outcomes(
     value_T: Tensor | None = None,
     ref_log_ratio_T: Tensor | None = None,
 ) -> Outcomes:
-    """`Outcomes` from plain lists; a reward may be None (no verdict). Errors as `read_reward`."""
+    """`Outcomes` from plain lists; a reward may be None (no verdict). Errors as `read_reward`.
+
+    Everything is brought to the CPU: advantages are small, sequential and the same on any machine.
+    """
     if not len(rewards) == len(groups) == len(lengths):
         raise ValueError(
             f"{len(rewards)} rewards, {len(groups)} group ids and {len(lengths)} lengths; "
@@ -62,8 +65,8 @@ def outcomes(
         group_B=torch.tensor(list(groups), dtype=torch.int64),
         lengths_B=torch.tensor(list(lengths), dtype=torch.int64),
         max_length=max_length,
-        value_T=value_T,
-        ref_log_ratio_T=ref_log_ratio_T,
+        value_T=None if value_T is None else value_T.detach().cpu(),
+        ref_log_ratio_T=None if ref_log_ratio_T is None else ref_log_ratio_T.detach().cpu(),
     )
 
 

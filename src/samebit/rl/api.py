@@ -198,6 +198,8 @@ class Correction:
     """Whether clip bounds are moved (needs an algorithm that clips)."""
     level: Literal["token", "sequence", "geometric"] = "token"
     """What rho is taken over."""
+    cap: float = 2.0
+    """The rho beyond which the mismatch metrics count a token as over the cap."""
     prepares: bool = False
     """Whether `prepare` must be called before each update."""
     shadow_every: int = 0

@@ -23,6 +23,7 @@ class Composed(Correction):
         self.shadow_every = max(part.shadow_every for part in parts)
         movers = [part for part in parts if part.moves_bounds]
         self.level = (movers or list(parts))[0].level
+        self.cap = next((part.cap for part in parts if part.reweights), parts[0].cap)
 
     def prepare(self, batch: TokenBatch, lower: float, upper: float) -> Correction:
         """Each part prepared."""

@@ -68,11 +68,11 @@ class Metrics(dict[str, Entry]):
             merged[key] = Entry(mine.kind, _MERGES[mine.kind](mine.values, entry.values))
         return merged
 
-    def pack(self) -> tuple[Tensor, Tensor]:
+    def pack(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """(to be summed over ranks, to be maximised over ranks), FP64, in sorted key order."""
-        added = [e.values for _, e in sorted(self.items()) if e.kind != "max"]
-        largest = [e.values for _, e in sorted(self.items()) if e.kind == "max"]
-        empty = torch.zeros(0, dtype=torch.float64)
+        added = [e.values.to(device) for _, e in sorted(self.items()) if e.kind != "max"]
+        largest = [e.values.to(device) for _, e in sorted(self.items()) if e.kind == "max"]
+        empty = torch.zeros(0, dtype=torch.float64, device=device)
         return (
             torch.cat(added) if added else empty,
             torch.cat(largest) if largest else empty,

@@ -43,6 +43,7 @@ class Correction(api.Correction):
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config or Config())
         self.level = self.config.level
+        self.cap = self.config.cap
 
     def weights(self, batch: TokenBatch) -> Weights:
         """TIS weights, and the share of tokens whose upper bound matters and is wider."""

@@ -47,6 +47,7 @@ class Correction(api.Correction):
     def __init__(self, config: Config | None = None, mix: float | None = None) -> None:
         super().__init__(config or Config())
         self.mix = mix
+        self.cap = self.config.cap
 
     def prepare(self, batch: TokenBatch, lower: float, upper: float) -> Correction:
         """A copy with the mix of this update."""
@@ -69,7 +70,7 @@ class Correction(api.Correction):
         """Mixed weights."""
         assert self.mix is not None, "adaptive: call prepare before the first loss of an update"
         rho_T = rho(batch, "token")
-        # 1 + mix * 0 is exactly 1; (1 - mix) + mix need not be.
+        # A token without a gap keeps exactly 1; (1 - mix) + mix need not be 1.
         weight_T = 1.0 + self.mix * (torch.clamp(rho_T, max=self.config.cap) - 1.0)
         entries = weight_metrics(batch, weight_T, rho_T > self.config.cap)
         entries["rl/adaptive_mix"] = metrics.mean(torch.full_like(weight_T, self.mix), batch.mask_T)

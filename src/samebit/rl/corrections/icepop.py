@@ -37,6 +37,7 @@ class Correction(api.Correction):
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config or Config())
         self.reweights = self.config.reweight
+        self.cap = self.config.high
 
     def weights(self, batch: TokenBatch) -> Weights:
         """rho or 1 inside the band, 0 outside."""

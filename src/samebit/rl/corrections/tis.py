@@ -35,6 +35,7 @@ class Correction(api.Correction):
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config or Config())
         self.level = self.config.level
+        self.cap = self.config.cap
 
     def weights(self, batch: TokenBatch) -> Weights:
         """Token- or sequence-level truncated ratio."""
