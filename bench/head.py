@@ -110,10 +110,10 @@ def sampling_rows(K: int, rate: float) -> list[dict[str, object]]:
     weight = normal(V, K) * 0.02
     rows: list[dict[str, object]] = []
     for T in (1, 16, 64, 128, 256, 512):
-        hidden, zeros = normal(T, K), torch.zeros(T, dtype=torch.int64, device="cuda")
+        hidden, keys = normal(T, K), torch.zeros(T, 2, dtype=torch.int32, device="cuda")
         inverse = inverse_temperature(1.0, T, "cuda")
         ours = graph_microseconds(
-            [lambda h=hidden, i=inverse, z=zeros: sample(h, weight, i, z, z, 1, VOCAB)], 5
+            [lambda h=hidden, i=inverse, k=keys: sample(h, weight, i, k, VOCAB)], 5
         )
         bare = graph_microseconds([lambda h=hidden: h @ weight.t()], 5)
         floor = weight.nbytes / rate * 1e6

@@ -8,8 +8,9 @@ if not torch.cuda.is_available():
 from samebit.kernels.head import HeadParts, head_log_prob, inverse_temperature
 from samebit.kernels.head_backward import HeadGradient, head_log_prob_backward
 from samebit.kernels.head_tile import HeadTile, head_tile
-from samebit.kernels.sample import sample
-from tests.kernels.pointwise_oracle import BF16, noise_words, same_bits
+from samebit.kernels.sample import noise_keys, sample
+from samebit.reference.sampling import gumbel_noise, stream_key
+from tests.kernels.pointwise_oracle import BF16, same_bits
 
 pytestmark = pytest.mark.gpu
 TILES = [HeadTile(n, True, 8, 3) for n in (16, 32, 64, 128)]
@@ -30,8 +31,8 @@ def test_sampled_log_probs_equal_the_trained_ones(K, V, vocab):
     hidden, weight = problem(T, K, V)
     inverse = inverse_temperature(0.8, T, "cuda")
     inverse[::3] = 0.0
-    samples = torch.arange(T, device="cuda")
-    positions = torch.arange(T, device="cuda", dtype=torch.int32) + 9
+    counters = [(11, i, i + 9) for i in range(T)]
+    keys = noise_keys(counters, "cuda")
     drawn = torch.empty(T, dtype=torch.int64, device="cuda")
     logp = torch.empty(T, device="cuda")
     rows = [1, 2, 3, 15, 16, 17, 33, 64, 100, 128, 200, 256]
@@ -39,7 +40,7 @@ def test_sampled_log_probs_equal_the_trained_ones(K, V, vocab):
     for count in [*rows, T - sum(rows)]:
         part = slice(start, start + count)
         drawn[part], logp[part], _ = sample(
-            hidden[part], weight, inverse[part], samples[part], positions[part], 11, vocab
+            hidden[part], weight, inverse[part], keys[part], vocab
         )
         start += count
     for tile in TILES:
@@ -49,9 +50,7 @@ def test_sampled_log_probs_equal_the_trained_ones(K, V, vocab):
     z *= torch.where(inverse == 0, 1.0, inverse).double()[:, None]
     expected = z.log_softmax(-1)[torch.arange(T, device="cuda"), drawn]
     torch.testing.assert_close(logp.double(), expected, rtol=1e-5, atol=1e-5)
-    words = noise_words(11, samples[:64].cpu(), positions[:64].cpu(), torch.arange(vocab))
-    v = (words.float() * 2.0**-32 + 2.0**-33).double()
-    noise = -torch.log(-torch.log1p(-v)).cuda()
+    noise = gumbel_noise([stream_key(*c) for c in counters[:64]], vocab, hidden.device)
     noise[inverse[:64] == 0] = 0.0
     assert torch.equal((z[:64] + noise).argmax(-1), drawn[:64])
 

@@ -114,28 +114,3 @@ def awkward(T, K, dtype=BF16, seed=0):
         change(x[r])
     return x.to(dtype).to(DEVICE)
 
-
-def mix(x):
-    """triple32 on int64 tensors that hold unsigned 32-bit words."""
-    for shift, factor in ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB)):
-        x = x ^ (x >> shift)
-        low, high = factor & 0xFFFF, factor >> 16
-        x = (x * low + (((x * high) & 0xFFFF) << 16)) & 0xFFFFFFFF
-    return x ^ (x >> 14)
-
-
-def noise_words(seed, sample_ids, positions, ids):
-    """The sampler's words, int64 [T, len(ids)], from the formula in kernels/sample_noise.py."""
-    mask = 0xFFFFFFFF
-    sample_ids, positions = sample_ids.long(), positions.long()
-    words = [
-        torch.tensor(seed & mask), torch.tensor((seed >> 32) & mask), sample_ids & mask,
-        (sample_ids >> 32) & mask, positions & mask,
-    ]  # fmt: skip
-    keys = []
-    for key in (torch.tensor(0x243F6A88), torch.tensor(0x85A308D3)):
-        for word in words:
-            key = (mix(key ^ word) + 0x9E3779B9) & mask
-        keys.append(key)
-    first = mix((ids.long()[None, :] + keys[0][:, None]) & mask)
-    return mix(first ^ keys[1][:, None])

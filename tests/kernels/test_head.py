@@ -3,12 +3,17 @@
 import pytest
 import torch
 
-from tests.kernels.pointwise_oracle import BF16, DEVICE, noise_words, same_bits
+from tests.kernels.pointwise_oracle import BF16, DEVICE, same_bits
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
 
 from samebit.kernels.head import HeadParts, head_log_prob, inverse_temperature  # isort: skip
 from samebit.kernels.head_backward import HeadGradient, _gradient_chunk  # isort: skip
 from samebit.kernels.head_tile import HeadTile  # isort: skip
-from samebit.kernels.sample import sample  # isort: skip
+from samebit.kernels.sample import noise_keys, sample  # isort: skip
+from samebit.kernels.sample_noise import noise_word  # isort: skip
+from samebit.reference.sampling import gumbel_noise, noise_words, stream_key  # isort: skip
 
 NORMAL = HeadTile(64, False, 4, 2)
 SWAPPED = HeadTile(16, True, 8, 2)
@@ -91,24 +96,17 @@ def test_gradient_of_the_logits(tile):
         assert same_bits(again[2], entropy)
 
 
-def gumbel_of(words):
-    v = (words.float() * 2.0**-32 + 2.0**-33).double()
-    return -torch.log(-torch.log1p(-v))
-
-
 @pytest.mark.parametrize("tile", [NORMAL, SWAPPED], ids=["normal", "swapped"])
 def test_sample_is_the_gumbel_argmax(tile):
     T, V, vocab_size, seed = 23, 300, 270, 0x1234_5678_9ABC
     hidden, weight, _ = problem(T, 64, V)
     inverse = inverse_temperature(0.9, T, DEVICE)
     inverse[5] = 0.0
-    samples = torch.arange(T, device=DEVICE) * 2**31 + 7
-    positions = torch.arange(T, dtype=torch.int32, device=DEVICE) % 4
-    ids, logp, lse = sample(
-        hidden, weight, inverse, samples, positions, seed, vocab_size, tile=tile
-    )
+    counters = [(seed, i * 2**31 + 7, i % 4) for i in range(T)]
+    keys = noise_keys(counters, DEVICE)
+    ids, logp, lse = sample(hidden, weight, inverse, keys, vocab_size, tile=tile)
     z, _ = exact(hidden, weight, vocab_size, 0.9)
-    noise = gumbel_of(noise_words(seed, samples.cpu(), positions.cpu(), torch.arange(vocab_size)))
+    noise = gumbel_noise([stream_key(*c) for c in counters], vocab_size, torch.device("cpu"))
     noise[5] = 0.0
     assert torch.equal(ids.cpu().long(), (z + noise).argmax(-1))
     trained = head_log_prob(hidden, weight, ids, inverse, vocab_size, tile=tile)
@@ -119,33 +117,33 @@ def test_ties_go_to_the_smaller_id_and_greedy_has_temperature_one():
     hidden, weight, _ = problem(2, 64, 300)
     weight[1:] = weight[0]
     inverse = inverse_temperature(0.0, 2, DEVICE)
-    zeros = torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    ids, logp, _ = sample(hidden, weight, inverse, zeros, zeros, 1, 256, tile=SWAPPED)
+    keys = torch.zeros(2, 2, dtype=torch.int32, device=DEVICE)
+    ids, logp, _ = sample(hidden, weight, inverse, keys, 256, tile=SWAPPED)
     assert ids.tolist() == [0, 0]
     torch.testing.assert_close(logp.cpu(), torch.full((2,), -torch.tensor(256.0).log()))
 
 
-def test_noise_words_by_hand():
-    # Computed once with Python integers from the formula.
-    words = noise_words(0, torch.tensor([0]), torch.tensor([0]), torch.tensor([0, 1]))
+@triton.jit
+def words_kernel(keys_ptr, out_ptr, V, WIDTH: tl.constexpr):
+    t = tl.program_id(0)
+    ids = tl.arange(0, WIDTH)
+    low = tl.load(keys_ptr + 2 * t).to(tl.uint32, bitcast=True)
+    high = tl.load(keys_ptr + 2 * t + 1).to(tl.uint32, bitcast=True)
+    word = noise_word(ids, low, high).to(tl.int32, bitcast=True)
+    tl.store(out_ptr + t * V + ids, word, mask=ids < V)
 
-    def mix(x):
-        for shift, factor in ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB)):
-            x ^= x >> shift
-            x = x * factor & 0xFFFFFFFF
-        return x ^ (x >> 14)
 
-    keys = []
-    for key in (0x243F6A88, 0x85A308D3):
-        for _ in range(5):
-            key = (mix(key) + 0x9E3779B9) & 0xFFFFFFFF
-        keys.append(key)
-    expected = [mix(mix((i + keys[0]) & 0xFFFFFFFF) ^ keys[1]) for i in (0, 1)]
-    assert words[0].tolist() == expected
+def test_noise_words_are_the_reference_ones():
+    counters = [(0, 0, 0), (2**63 - 1, 2**40 + 3, 17), (5, 1, 2**31)]
+    out = torch.empty(3, 1000, dtype=torch.int32, device=DEVICE)
+    words_kernel[(3,)](noise_keys(counters, DEVICE), out, 1000, WIDTH=1024)
+    expected = noise_words([stream_key(*c) for c in counters], 1000, torch.device("cpu"))
+    assert torch.equal(out.cpu(), expected)
 
 
 def test_noise_is_uniform():
-    words = noise_words(3, torch.arange(40), torch.arange(40) % 3, torch.arange(4000))
+    keys = [stream_key(3, i, i % 3) for i in range(40)]
+    words = noise_words(keys, 4000, torch.device("cpu")).long() & 0xFFFFFFFF
     counts = torch.bincount((words >> 26).flatten(), minlength=64).double()
     chi_square = ((counts - 2500.0) ** 2 / 2500.0).sum()
     # 63 degrees of freedom: 0.0001 and 0.9999 quantiles.

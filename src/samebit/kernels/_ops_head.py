@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from samebit.kernels.gemm_bf16 import bf16_gemm
 from samebit.kernels.head import head_log_prob, inverse_temperature
 from samebit.kernels.head_backward import HeadGradient, head_log_prob_backward
-from samebit.kernels.sample import NO_TOKEN
+from samebit.kernels.sample import NO_TOKEN, noise_keys
 from samebit.kernels.sample import sample as draw
 from samebit.operand import QuantizedWeight
-from samebit.reference.sampling import Transform, stream_key
+from samebit.reference.sampling import Transform
 
 
 def _inverse(transform: Transform, tokens: int, device: torch.device) -> torch.Tensor:
@@ -78,8 +77,7 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids int64 [T], log-probs FP32 [T]); the log-prob is `log_prob`'s for that id, bit for bit."""
     inverse = _inverse(transform, hidden_TK.shape[0], hidden_TK.device)
-    keys = np.array([stream_key(*c) for c in counters], dtype=np.uint32).view(np.int32)
-    keys_T2 = torch.from_numpy(keys).to(hidden_TK.device)
+    keys_T2 = noise_keys(counters, hidden_TK.device)
     ids, logp, _ = draw(hidden_TK.contiguous(), head.codes, inverse, keys_T2, vocabulary)
     ids = ids.long()
     lost = torch.nonzero(ids == NO_TOKEN)

@@ -7,6 +7,9 @@ temperature 0) take no noise, and their log-probs are those of temperature 1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -23,24 +26,25 @@ from samebit.kernels.head_tile import (
     tile_scaled_logits,
 )
 from samebit.kernels.quantize_common import NUMERIC_OPTIONS
-from samebit.kernels.sample_noise import gumbel, noise_word, token_keys
+from samebit.kernels.sample_noise import gumbel, noise_word
+from samebit.reference.sampling import stream_key
 
-_NONE = tl.constexpr(2147483647)
+NO_TOKEN = 2147483647
+"""The id drawn from a row of NaN logits."""
+_NONE = tl.constexpr(NO_TOKEN)
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit
 def _sample_kernel(
     hidden_desc,
     weight_desc,
     inverse_temperature_ptr,
-    sample_id_ptr,
-    position_ptr,
+    noise_key_ptr,
     max_ptr,
     sum_ptr,
     key_ptr,
     id_ptr,
     logit_ptr,
-    seed,
     T,
     K,
     vocab_size,
@@ -61,10 +65,9 @@ def _sample_kernel(
     store_parts(z, ids, vocab_size, max_ptr + parts, sum_ptr + parts, max_ptr, t, T, False, SWAP)
     row = first_token + tl.arange(0, TOKENS)
     rows = row < T
-    sample_id = tl.load(sample_id_ptr + row, mask=rows, other=0).to(tl.int64)
-    position = tl.load(position_ptr + row, mask=rows, other=0).to(tl.int64)
-    key0, key1 = token_keys(seed.to(tl.int64), sample_id, position)
-    noise = gumbel(noise_word(ids, over_tokens(key0, SWAP), over_tokens(key1, SWAP)))
+    low = tl.load(noise_key_ptr + 2 * row, mask=rows, other=0).to(tl.uint32, bitcast=True)
+    high = tl.load(noise_key_ptr + 2 * row + 1, mask=rows, other=0).to(tl.uint32, bitcast=True)
+    noise = gumbel(noise_word(ids, over_tokens(low, SWAP), over_tokens(high, SWAP)))
     inverse = tl.load(inverse_temperature_ptr + row, mask=rows, other=0.0)
     key = tl.where(over_tokens(inverse == 0.0, SWAP), z, z + noise)
     best = tl.max(key, axis=0 if SWAP else 1)
@@ -107,26 +110,34 @@ def _sample_combine_kernel(
     tl.store(lse_ptr + t, lse, mask=t < T)
 
 
+def noise_keys(
+    counters: Sequence[tuple[int, int, int]], device: torch.device | str
+) -> torch.Tensor:
+    """int32 [T, 2], the two 32-bit keys of each (seed, sample id, position)."""
+    keys = [stream_key(*counter) for counter in counters]
+    return torch.from_numpy(np.array(keys, dtype=np.uint32).view(np.int32)).to(device)
+
+
 def sample(
     hidden_TK: torch.Tensor,
     weight_VK: torch.Tensor,
     inverse_temperature_T: torch.Tensor,
-    sample_ids_T: torch.Tensor,
-    positions_T: torch.Tensor,
-    seed: int,
+    noise_keys_T2: torch.Tensor,
     vocab_size: int,
     *,
     tile: HeadTile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(token ids int32, log-probs FP32, log-sum-exps FP32), [T] each, one drawn token per row.
 
-    Inputs as in `head_log_prob`, and the noise's integers: global sample ids and positions (int32
-    or int64 [T]) and a 64-bit seed. The position is that of the token being drawn. A row of NaN
-    logits yields id 2147483647 and a NaN log-prob.
+    Inputs as in `head_log_prob`, and the noise keys int32 [T, 2] of each row's (seed, sample id,
+    position), see `noise_keys`. A row of NaN logits yields id `NO_TOKEN` and a
+    NaN log-prob.
     """
     T, K = hidden_TK.shape
     V, device = weight_VK.shape[0], hidden_TK.device
     assert T > 0 and 0 < vocab_size <= V and weight_VK.shape[1] == K
+    assert noise_keys_T2.shape == (T, 2) and noise_keys_T2.dtype == torch.int32
+    assert noise_keys_T2.is_contiguous()
     tile = tile or head_tile(T)
     hidden_desc, weight_desc = descriptors(hidden_TK, weight_VK, tile)
     tiles = triton.cdiv(V, VOCAB_TILE)
@@ -137,14 +148,12 @@ def sample(
         hidden_desc,
         weight_desc,
         inverse_temperature_T,
-        sample_ids_T,
-        positions_T,
+        noise_keys_T2,
         top,
         total,
         key,
         winner,
         logit,
-        seed,
         T,
         K,
         vocab_size,

@@ -88,16 +88,23 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ _shift_right(x, 16)
 
 
+def noise_words(
+    keys: list[tuple[int, int]], vocabulary: int, device: torch.device
+) -> torch.Tensor:
+    """int32 [T, V]: the hash words mix(mix(v ^ low) + high) of every (token, vocabulary id)."""
+    low = torch.tensor([[_signed(k[0])] for k in keys], dtype=torch.int32, device=device)
+    high = torch.tensor([[_signed(k[1])] for k in keys], dtype=torch.int32, device=device)
+    ids = torch.arange(vocabulary, dtype=torch.int32, device=device)[None]
+    return _mix(_mix(ids ^ low) + high)
+
+
 def gumbel_noise(
     keys: list[tuple[int, int]], vocabulary: int, device: torch.device
 ) -> torch.Tensor:
     """FP32 [T, V] standard Gumbel noise; row t, column v depends on keys[t] and v only.
 
-    h = mix(mix(v ^ low) + high); u = (h >> 9 + 0.5) * 2^-23, in (0, 1) exactly; -log(-log(u)).
+    With h the word of (t, v): u = (h >> 9 + 0.5) * 2^-23, in (0, 1) exactly; -log(-log(u)).
     """
-    low = torch.tensor([[_signed(k[0])] for k in keys], dtype=torch.int32, device=device)
-    high = torch.tensor([[_signed(k[1])] for k in keys], dtype=torch.int32, device=device)
-    ids = torch.arange(vocabulary, dtype=torch.int32, device=device)[None]
-    h = _mix(_mix(ids ^ low) + high)
+    h = noise_words(keys, vocabulary, device)
     u = (_shift_right(h, 9).float() + 0.5) * 2.0**-23
     return -log(-log(u))
