@@ -1,6 +1,6 @@
 """Number formats: the only place that holds their constants.
 
-A format is what a tensor's elements are stored in; a granularity (quant/spec.py) is which elements
+A format is what a tensor's elements are stored in; a granularity (spec.py) is which elements
 share a scale. `scale` always means *multiply to dequantise*.
 """
 

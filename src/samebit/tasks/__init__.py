@@ -1,1 +1,1 @@
-"""One task source a file."""
+"""Tasks: rows, prompts and verifiers. One file a task, found by its name (`api.load_task`)."""

@@ -1,0 +1,90 @@
+"""From the command line to a subcommand, and from its errors to one clear line and an exit code."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import samebit
+
+COMMANDS = {
+    "train": "train a policy from a TOML file",
+    "eval": "mean reward on held-out prompts, under one or several recipes",
+    "rollout": "prompts in, completions out (JSON lines)",
+    "export": "write a run's policy as a Hugging Face folder, BF16 or FP8",
+    "report": "one self-contained HTML page of one or several runs",
+    "flow": "show a recipe's precision flow, or what differs between two",
+    "check": "what this machine can do, and the parity chain on it",
+    "trace": "digests of every operator on both sides; names the first that differs",
+}
+
+USER_ERROR = 2
+
+
+def usage() -> str:
+    """The text of `samebit --help`."""
+    lines = [
+        "usage: samebit COMMAND ...",
+        "",
+        "Reinforcement learning where rollout and training are the same function, bit for bit.",
+        "",
+        "commands:",
+        *(f"  {name:9s} {text}" for name, text in COMMANDS.items()),
+        "",
+        "options:",
+        "  --help     this text; `samebit COMMAND --help` for a command's own",
+        "  --version  print the version",
+        "  --debug    show the whole traceback of an error",
+    ]
+    return "\n".join(lines)
+
+
+def run_command(argv: Sequence[str] | None) -> int:
+    """Dispatch; never raises for errors of users, files or the keyboard."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in args
+    args = [arg for arg in args if arg != "--debug"]
+    if not args or args[0] in ("--help", "-h", "help"):
+        print(usage())
+        return 0 if args else USER_ERROR
+    if args[0] in ("--version", "-V"):
+        print(f"samebit {samebit.__version__}")
+        return 0
+    name = args[0]
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"commands: {', '.join(COMMANDS)}"
+        print(f"samebit: error: unknown command {name!r}; {hint}", file=sys.stderr)
+        return USER_ERROR
+    return _guarded(name, args[1:], debug)
+
+
+def _guarded(name: str, args: list[str], debug: bool) -> int:
+    try:
+        from samebit.log import setup_logging
+
+        setup_logging(debug)
+        return importlib.import_module(f"samebit.cli.{name}").run(args)
+    except KeyboardInterrupt:
+        print(f"\nsamebit {name}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader has gone (`| head`): nothing to say, and nothing to flush at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError) as error:
+        return _failed(name, str(error) or type(error).__name__, USER_ERROR, debug)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error} (run again with --debug for the traceback)"
+        return _failed(name, text, 1, debug)
+
+
+def _failed(name: str, text: str, code: int, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    print(f"samebit {name}: error: {' '.join(text.split())}", file=sys.stderr)
+    return code

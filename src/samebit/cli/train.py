@@ -1,0 +1,61 @@
+"""`samebit train`: a TOML file and overrides to a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from samebit.cli.arguments import Option, expect, parse
+from samebit.cli.keys import key_help
+from samebit.cli.validate import validate
+from samebit.config_io import load
+from samebit.reporter import Reporter, last_line
+
+USAGE = "samebit train FILE [--recipe NAME] [--steps N] [--out DIR] [--resume] [--any.key VALUE]"
+OPTIONS = (
+    Option("resume", "", "continue the run in run.out from its last checkpoint"),
+    Option("dry-run", "", "check everything, print the resolved configuration and stop"),
+    Option("quiet", "", "no progress and no line per step"),
+)
+SHORT_HELP = (
+    ("--recipe NAME", "the same as recipe in the file"),
+    ("--model NAME", "the same as model in the file"),
+    ("--seed N", "the same as seed in the file"),
+    ("--steps N", "short for --train.steps"),
+    ("--out DIR", "short for --run.out"),
+)
+
+
+def run(args: Sequence[str]) -> int:
+    """Train; the run's folder says the rest."""
+    found = parse(args, OPTIONS, overridable=True)
+    if found.flag("help"):
+        print(key_help(USAGE, OPTIONS, SHORT_HELP, found.positionals[:1]))
+        return 0
+    (path,) = expect(found, ["FILE"], USAGE)
+    config = load(path, found.overrides)
+    validate(config, path)  # the loop repeats its warnings
+    if found.flag("dry-run"):
+        from samebit.config_dump import dump
+
+        print(dump(config), end="")
+        return 0
+    from samebit.loop import train
+
+    reporter = Reporter(quiet=found.flag("quiet"))
+    try:
+        train(config, found.flag("resume"), reporter)
+    finally:
+        reporter.close()
+    _conclude(config.run.out)
+    return 0
+
+
+def _conclude(folder: str) -> None:
+    """Write report.html; the last line is the mismatch over all steps."""
+    from samebit.report import write_report
+    from samebit.report.data import read_run, worst_mismatch
+
+    run = read_run(folder)
+    page = write_report([run], f"{folder}/report.html")
+    print(f"report: {page}")
+    print(last_line(worst_mismatch(run)))

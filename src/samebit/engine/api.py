@@ -1,0 +1,80 @@
+"""What an engine is, and how one is found: the file name in this folder is the engine's name."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from samebit import engine as package
+from samebit.config import RolloutConfig
+from samebit.models.decoder import Decoder
+from samebit.models.tokenizer import Tokenizer
+from samebit.types import Group, Prompt, Sampling
+
+Progress = Callable[[int, int, int], None]
+"""Called after every forward with (samples finished, samples asked for, tokens drawn so far)."""
+
+_HELPERS = ("api", "cache", "requests", "scheduler")
+
+
+class RolloutEngine(Protocol):
+    """Draws completions from the trainer's own model; holds no weights of its own.
+
+    A token is a function of the prompt, (seed, sample id, position), the sampling transform and the
+    weight version, and of nothing else: engines differ in speed only.
+    """
+
+    def __init__(
+        self, model: Decoder, config: RolloutConfig, tokenizer: Tokenizer | None, seed: int
+    ) -> None: ...
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        samples_per_prompt: int,
+        sampling: Sampling,
+        first_sample_id: int = 0,
+        progress: Progress | None = None,
+        deadline_s: float | None = None,
+    ) -> list[Group]:
+        """samples_per_prompt completions of each prompt, ids from first_sample_id in order.
+
+        One Group a prompt, in the order given, without rewards. ValueError, before any work, for a
+        prompt without room for a token and for sampling values that mean nothing. After deadline_s
+        seconds, or on `abort`, unfinished samples come back as they are (finish reason 'abort').
+        """
+        ...
+
+    def refresh(self) -> None:
+        """Drop everything derived from older weights; call after the model's own refresh."""
+        ...
+
+    def abort(self) -> None:
+        """End the `generate` in progress at its next token (callable from any thread)."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back; the engine is unusable afterwards."""
+        ...
+
+
+def engine_names() -> list[str]:
+    """Names of the engines shipped here."""
+    names = {m.name for m in pkgutil.iter_modules(package.__path__)}
+    return sorted(names.difference(_HELPERS))
+
+
+def load_engine(name: str) -> type[RolloutEngine]:
+    """The `Engine` class of engine/<name>.py, or of a dotted module path outside the package."""
+    if "." not in name and name not in engine_names():
+        raise ValueError(
+            f"rollout.engine {name!r} is unknown; known engines: {', '.join(engine_names())}; or "
+            "give a dotted module"
+        )
+    module: Any = importlib.import_module(name if "." in name else f"{package.__name__}.{name}")
+    engine = getattr(module, "Engine", None)
+    if not isinstance(engine, type):
+        raise ValueError(f"module of engine {name!r} must define a class Engine")
+    return engine

@@ -1,0 +1,170 @@
+"""Pages of KV storage, and which of them hold tokens that can be used again.
+
+A page belongs to whoever holds a reference. Rows are written once and never changed, so a page may
+be shared as soon as it is scheduled to be written: every layer writes its rows before it attends.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+
+from samebit.layers.kv import KVStore
+
+PAGE_SIZE = 16
+"""Tokens a page. Small pages share more of a common prefix; no bit depends on it, because attention
+walks keys in blocks of absolute positions whatever page they lie on."""
+
+
+class PagePool:
+    """Reference-counted pages over one KVStore. Row of (page, offset): page * page_size + offset."""
+
+    def __init__(self, store: KVStore, num_pages: int, page_size: int = PAGE_SIZE) -> None:
+        self.store, self.num_pages, self.page_size = store, num_pages, page_size
+        self.references = [0] * num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Pages nobody holds."""
+        return len(self._free)
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold `tokens` tokens."""
+        return -(-tokens // self.page_size)
+
+    def allocate(self) -> int:
+        """A free page, held once."""
+        page = self._free.pop()
+        self.references[page] = 1
+        return page
+
+    def hold(self, page: int) -> int:
+        """One more reference to a page in use."""
+        assert self.references[page] > 0, "a free page cannot be shared"
+        self.references[page] += 1
+        return page
+
+    def release(self, page: int) -> None:
+        """One reference less; the page is free when it was the last."""
+        assert self.references[page] > 0, "page released twice"
+        self.references[page] -= 1
+        if self.references[page] == 0:
+            self._free.append(page)
+
+    def copy(self, pairs: list[tuple[int, int, int]]) -> None:
+        """Copy the first n rows of source pages to target pages; pairs are (source, target, n)."""
+        if not pairs:
+            return
+        rows = [
+            (s * self.page_size + i, t * self.page_size + i) for s, t, n in pairs for i in range(n)
+        ]
+        source, target = torch.tensor(rows, device=self.store.keys[0].device).unbind(1)
+        self.store.copy_rows(source, target)
+
+
+@dataclass
+class _Node:
+    """A full page of tokens under its parent chain."""
+
+    page: int
+    number: int
+    parent: tuple[int, tuple[int, ...]] | None
+    children: int = 0
+
+
+@dataclass
+class PromptEntry:
+    """A whole prompt: all its pages (the last may be half-filled) and its last hidden row [1, K]."""
+
+    pages: tuple[int, ...]
+    hidden: torch.Tensor
+
+
+class PrefixCache:
+    """Full pages by their chain of token contents, and whole prompts, both least recently used first.
+
+    A chain key is (number of the parent node, the page's tokens): exact, so two different prefixes can
+    never collide. Valid for one weight version; `clear` drops everything.
+    """
+
+    def __init__(self, pool: PagePool) -> None:
+        self.pool = pool
+        self._nodes: OrderedDict[tuple[int, tuple[int, ...]], _Node] = OrderedDict()
+        self._prompts: OrderedDict[tuple[int, ...], PromptEntry] = OrderedDict()
+        self._next = 1
+
+    def match(self, ids: tuple[int, ...]) -> list[int]:
+        """Pages of the longest known chain that leaves at least one token of `ids` over, held."""
+        size = self.pool.page_size
+        keys, parent = [], 0
+        for i in range((len(ids) - 1) // size):
+            key = (parent, ids[i * size : (i + 1) * size])
+            node = self._nodes.get(key)
+            if node is None:
+                break
+            keys.append(key)
+            parent = node.number
+        for key in reversed(keys):  # parents end up newer than their children
+            self._nodes.move_to_end(key)
+        return [self.pool.hold(self._nodes[key].page) for key in keys]
+
+    def insert(self, ids: tuple[int, ...], pages: list[int], computed: int) -> None:
+        """Know the full pages of ids[:computed]; a page whose content is known already is left out."""
+        size = self.pool.page_size
+        parent_key, parent = None, 0
+        for i in range(computed // size):
+            key = (parent, ids[i * size : (i + 1) * size])
+            node = self._nodes.get(key)
+            if node is None:
+                node = _Node(self.pool.hold(pages[i]), self._next, parent_key)
+                self._next += 1
+                self._nodes[key] = node
+                if parent_key is not None:
+                    self._nodes[parent_key].children += 1
+            parent_key, parent = key, node.number
+
+    def prompt(self, ids: tuple[int, ...]) -> PromptEntry | None:
+        """The entry of a whole prompt."""
+        entry = self._prompts.get(ids)
+        if entry is not None:
+            self._prompts.move_to_end(ids)
+        return entry
+
+    def insert_prompt(self, ids: tuple[int, ...], pages: list[int], hidden: torch.Tensor) -> None:
+        """Know a prompt whose every token is computed. Its half-filled page stays its writer's to fill."""
+        if ids not in self._prompts:
+            held = tuple(self.pool.hold(p) for p in pages[: self.pool.pages_for(len(ids))])
+            self._prompts[ids] = PromptEntry(held, hidden)
+
+    def reserve(self, pages: int) -> bool:
+        """Free at least `pages` pages, forgetting what was used longest ago; False when it cannot."""
+        while self.pool.num_free < pages and self._evict():
+            pass
+        return self.pool.num_free >= pages
+
+    def _evict(self) -> bool:
+        for key, node in self._nodes.items():
+            if node.children == 0 and self.pool.references[node.page] == 1:
+                if node.parent is not None:
+                    self._nodes[node.parent].children -= 1
+                self.pool.release(self._nodes.pop(key).page)
+                return True
+        if self._prompts:
+            _, entry = self._prompts.popitem(last=False)
+            for page in entry.pages:
+                self.pool.release(page)
+            return True
+        return False
+
+    def clear(self) -> None:
+        """Forget everything (the weights changed)."""
+        for entry in self._prompts.values():
+            for page in entry.pages:
+                self.pool.release(page)
+        for node in self._nodes.values():
+            self.pool.release(node.page)
+        self._prompts.clear()
+        self._nodes.clear()

@@ -1,0 +1,131 @@
+"""Where tokens sit: the one description of a batch that attention, rotary and weight gradients read.
+
+A row of the batch is one token of one *sequence view*: the keys it may see are the sequence's tokens
+at absolute positions 0..its own. Training packs segments (`PackedLayout`), where a segment may share
+a prefix (the prompt of its group); the engine addresses a paged cache (`PagedLayout`). Both say the
+same thing, and `key_rows` is that thing: for each sequence, the storage row of each absolute position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from samebit.formats import BLOCK
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows [start, start+length) of the pack; they continue rows [prefix_start, +prefix_length)."""
+
+    start: int
+    length: int
+    prefix_start: int = 0
+    prefix_length: int = 0
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """A packed training batch: segments in row order, covering every row once."""
+
+    segments: tuple[Segment, ...]
+    device: torch.device | str = "cpu"
+
+    def __post_init__(self) -> None:
+        row = 0
+        for s in self.segments:
+            assert s.start == row and s.length > 0, "segments must tile the rows in order"
+            assert s.prefix_length == 0 or s.prefix_start + s.prefix_length <= s.start
+            row += s.length
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows in the pack."""
+        return sum(s.length for s in self.segments)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """int64 [T]: absolute position of each row."""
+        parts = [torch.arange(s.prefix_length, s.prefix_length + s.length) for s in self.segments]
+        return torch.cat(parts).to(self.device)
+
+    @cached_property
+    def query_sequence(self) -> torch.Tensor:
+        """int64 [T]: which sequence (segment) each row belongs to."""
+        lengths = torch.tensor([s.length for s in self.segments])
+        return torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(self.device)
+
+    @cached_property
+    def context_lengths(self) -> torch.Tensor:
+        """int64 [B]: tokens of each sequence, prefix included."""
+        return torch.tensor([s.prefix_length + s.length for s in self.segments]).to(self.device)
+
+    @cached_property
+    def key_rows(self) -> torch.Tensor:
+        """int64 [B, L]: storage row of each absolute position; 0 past the end (masked by position)."""
+        longest = max(s.prefix_length + s.length for s in self.segments)
+        rows = torch.zeros(len(self.segments), longest, dtype=torch.int64)
+        for i, s in enumerate(self.segments):
+            prefix = torch.arange(s.prefix_start, s.prefix_start + s.prefix_length)
+            own = torch.arange(s.start, s.start + s.length)
+            rows[i, : s.prefix_length + s.length] = torch.cat([prefix, own])
+        return rows.to(self.device)
+
+    @cached_property
+    def token_groups(self) -> torch.Tensor:
+        """int32 [n, 2]: (first row, rows <= 128) of each weight-gradient group.
+
+        Groups start at each segment's first row and never span two segments, so the codes of a
+        segment's gradient do not depend on what it was packed with (docs/numerics.md).
+        """
+        groups = [
+            (s.start + i, min(BLOCK, s.length - i))
+            for s in self.segments
+            for i in range(0, s.length, BLOCK)
+        ]
+        return torch.tensor(groups, dtype=torch.int32).to(self.device)
+
+
+@dataclass(frozen=True)
+class PagedLayout:
+    """A batch over a paged KV cache: prefill, chunked prefill and decode alike.
+
+    block_table: int64 [B, P], page ids of each sequence in order. query_sequence, positions:
+    int64 [T]. page_size: tokens a page. The row of K and V for (page, offset) is
+    page * page_size + offset.
+    """
+
+    block_table: torch.Tensor
+    query_sequence: torch.Tensor
+    positions: torch.Tensor
+    page_size: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows in the batch."""
+        return int(self.positions.numel())
+
+    @cached_property
+    def context_lengths(self) -> torch.Tensor:
+        """int64 [B]: 1 + the largest position queried in each sequence (0: not queried)."""
+        out = torch.zeros(
+            self.block_table.shape[0], dtype=torch.int64, device=self.positions.device
+        )
+        return out.scatter_reduce_(0, self.query_sequence, self.positions + 1, "amax")
+
+    @cached_property
+    def key_rows(self) -> torch.Tensor:
+        """int64 [B, P * page_size]: storage row of each absolute position."""
+        offsets = torch.arange(self.page_size, device=self.block_table.device)
+        return (self.block_table[:, :, None] * self.page_size + offsets).flatten(1)
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """int64 [T]: the cache row each batch row's K and V are written to."""
+        page = self.block_table[self.query_sequence, self.positions // self.page_size]
+        return page * self.page_size + self.positions % self.page_size
+
+
+Layout = PackedLayout | PagedLayout

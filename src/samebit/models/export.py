@@ -1,0 +1,242 @@
+"""A trained model out: a BF16 folder, or block FP8 as vLLM and transformers read it.
+
+Both take Hugging Face tensor names, check them against the source checkpoint's before anything is
+written, and publish the folder whole or not at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from samebit.formats import BLOCK, E4M3
+from samebit.models.config import read_config, read_json
+from samebit.models.weights import (
+    SHARD_BYTES,
+    CheckpointReader,
+    TensorSource,
+    atomic_folder,
+    write_checkpoint,
+    write_json,
+)
+
+log = logging.getLogger(__name__)
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+COPIED_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_MASTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class QuantisedMatrix:
+    """Codes and scales of one named matrix, unpadded.
+
+    codes: float8_e4m3fn [N, K]. scales: FP32 [ceil(N/128), ceil(K/128)], multiply to
+    dequantise.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+
+def unfuse(
+    codes_NK: torch.Tensor, scales_nk: torch.Tensor, parts: Mapping[str, tuple[int, int]]
+) -> dict[str, QuantisedMatrix]:
+    """The named matrices inside one fused, padded buffer.
+
+    codes_NK: [sum of N padded to 128 each, K padded to 128]; scales_nk: one per 128x128 block.
+    parts: name -> (N, K) without padding, in the buffer's order.
+    """
+    found: dict[str, QuantisedMatrix] = {}
+    block = 0
+    for name, (rows, width) in parts.items():
+        row_blocks, column_blocks = math.ceil(rows / BLOCK), math.ceil(width / BLOCK)
+        first = block * BLOCK
+        found[name] = QuantisedMatrix(
+            codes_NK[first : first + rows, :width],
+            scales_nk[block : block + row_blocks, :column_blocks],
+        )
+        block += row_blocks
+    assert block * BLOCK == codes_NK.shape[0] and block == scales_nk.shape[0]
+    return found
+
+
+def export_bf16(
+    target: str | Path,
+    source: str | Path,
+    tensors: Mapping[str, torch.Tensor],
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Write `tensors` (FP32 masters or BF16; HF names) as a BF16 HF folder; `target`.
+
+    source: the folder the model came from (config, tokenizer, expected names and shapes). With tied
+    embeddings `lm_head.weight` is not written; if given it must equal the embedding. Raises
+    ValueError for a missing, unknown, misshapen, quantised or non-finite tensor and for an existing
+    target; OSError when the disk is full. Nothing is left behind on error.
+    """
+    source = Path(source)
+    shapes, tied = _expected(source)
+    sources = _bf16_sources(tensors, shapes, tied)
+    return _publish(Path(target), source, sources, {}, shard_bytes)
+
+
+def export_fp8(
+    target: str | Path,
+    source: str | Path,
+    tensors: Mapping[str, torch.Tensor],
+    quantised: Mapping[str, QuantisedMatrix],
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Write a block FP8 folder: codes and scales as they are, all other tensors in BF16; `target`.
+
+    quantised: name of a weight -> its codes and scales; `tensors` holds the rest. A matrix `X` is
+    stored as `X.weight` (E4M3) and `X.weight_scale_inv` (FP32, which despite its name is the factor
+    that multiplies codes to dequantise). Errors as in `export_bf16`.
+    """
+    source = Path(source)
+    shapes, tied = _expected(source)
+    if not quantised:
+        raise ValueError("an FP8 export needs at least one quantised matrix; use the BF16 export")
+    for name, matrix in quantised.items():
+        _check_quantised(name, matrix, shapes.get(name))
+    plain_shapes = {name: shape for name, shape in shapes.items() if name not in quantised}
+    doubled = sorted(quantised.keys() & tensors.keys())
+    if doubled:
+        raise ValueError(f"{doubled[0]} is given both quantised and unquantised")
+    sources = _bf16_sources(tensors, plain_shapes, tied)
+    for name, matrix in quantised.items():
+        scale_name = name.removesuffix("weight") + "weight_scale_inv"
+        sources.append(_as_is(name, matrix.codes))
+        sources.append(_as_is(scale_name, matrix.scales))
+    kept = {
+        name.removesuffix(".weight")
+        for name, shape in plain_shapes.items()
+        if len(shape) == 2 and name != EMBEDDING
+    }
+    settings = {
+        "quantization_config": {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": sorted(kept | {HEAD.removesuffix(".weight")}),
+        }
+    }
+    partial = sorted(name for name in quantised if shapes[name][0] % BLOCK)
+    if partial:
+        log.warning(
+            "%s has %d rows, no multiple of %d: vLLM refuses such matrices in a fused layer",
+            partial[0],
+            shapes[partial[0]][0],
+            BLOCK,
+        )
+    return _publish(Path(target), source, sources, settings, shard_bytes)
+
+
+def _expected(source: Path) -> tuple[dict[str, tuple[int, ...]], bool]:
+    """(name -> shape of what an export of this model holds, tied)."""
+    config = read_config(source)
+    reader = CheckpointReader(source)
+    shapes = {name: reader.shape(name) for name in reader.names()}
+    if config.tied:
+        shapes.pop(HEAD, None)
+    return shapes, config.tied
+
+
+def _bf16_sources(
+    tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], tied: bool
+) -> list[TensorSource]:
+    given = dict(tensors)
+    if tied and HEAD in given:
+        head = given.pop(HEAD)
+        if EMBEDDING not in given or not torch.equal(head, given[EMBEDDING]):
+            raise ValueError(f"{HEAD} differs from {EMBEDDING}, but this model ties them")
+    missing, unknown = sorted(shapes.keys() - given.keys()), sorted(given.keys() - shapes.keys())
+    if missing:
+        raise ValueError(f"the export lacks {missing[0]} ({len(missing)} missing)")
+    if unknown:
+        raise ValueError(f"{unknown[0]} is no tensor of this model ({len(unknown)} unknown)")
+    for name, shape in shapes.items():
+        tensor = given[name]
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")
+        if tensor.dtype not in _MASTER_DTYPES:
+            raise ValueError(f"{name} is {tensor.dtype}: codes do not belong among BF16 tensors")
+    return [
+        TensorSource(
+            name, torch.bfloat16, shape, lambda name=name, tensor=given[name]: _round(name, tensor)
+        )
+        for name, shape in shapes.items()
+    ]
+
+
+def _round(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The BF16 rounding of a master: the same value that enters the forward."""
+    rounded = tensor.detach().to(torch.bfloat16)
+    if not torch.isfinite(rounded).all():
+        raise ValueError(f"{name} holds values that are not finite; this model is not exported")
+    return rounded
+
+
+def _check_quantised(name: str, matrix: QuantisedMatrix, shape: tuple[int, ...] | None) -> None:
+    if shape is None or not name.endswith(".weight"):
+        raise ValueError(f"{name} is no weight of this model")
+    codes, scales = matrix.codes, matrix.scales
+    if codes.dtype != E4M3.dtype or tuple(codes.shape) != shape:
+        raise ValueError(
+            f"{name}: codes are {codes.dtype} {list(codes.shape)}, expected {E4M3.dtype} "
+            f"{list(shape)}"
+        )
+    blocks = tuple(math.ceil(size / BLOCK) for size in shape)
+    if scales.dtype != torch.float32 or tuple(scales.shape) != blocks:
+        raise ValueError(
+            f"{name}: scales are {scales.dtype} {list(scales.shape)}, expected float32 "
+            f"{list(blocks)}"
+        )
+    # 0x7F and 0xFF are E4M3's two NaNs.
+    if ((codes.view(torch.uint8) & 0x7F) == 0x7F).any():
+        raise ValueError(f"{name}: a code is NaN; this model is not exported")
+    if not (torch.isfinite(scales).all() and (scales > 0).all()):
+        raise ValueError(f"{name}: a scale is not finite and positive; this model is not exported")
+
+
+def _as_is(name: str, tensor: torch.Tensor) -> TensorSource:
+    return TensorSource(name, tensor.dtype, tuple(tensor.shape), lambda: tensor)
+
+
+def _publish(
+    target: Path,
+    source: Path,
+    sources: list[TensorSource],
+    settings: Mapping[str, Any],
+    shard_bytes: int,
+) -> Path:
+    config = {key: value for key, value in read_json(source / "config.json").items()}
+    # One spelling: an old torch_dtype beside the new dtype could contradict it.
+    config.pop("torch_dtype", None)
+    config.update(dtype="bfloat16", **settings)
+    copied = [source / name for name in COPIED_FILES if (source / name).is_file()]
+    needed = sum(tensor.bytes for tensor in sources) + sum(path.stat().st_size for path in copied)
+    with atomic_folder(target, needed_bytes=needed) as folder:
+        for path in copied:
+            shutil.copyfile(path, folder / path.name)
+        write_json(folder / "config.json", config)
+        write_checkpoint(folder, sources, shard_bytes)
+    return target

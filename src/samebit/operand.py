@@ -1,0 +1,100 @@
+"""Containers that operators take and return: quantised activations and quantised weights.
+
+They hold tensors and their meaning, no arithmetic: reference/ and kernels/ fill and read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from samebit.formats import BLOCK, get_format
+from samebit.spec import Precision
+
+
+def pad_to_block(n: int) -> int:
+    """The smallest multiple of BLOCK that is >= n."""
+    return -(-n // BLOCK) * BLOCK
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An activation as a GEMM reads it.
+
+    codes: [T, features] bf16, or [T, K padded to 128] e4m3 / int8 (padding codes are zero).
+    scale: fp32, multiply to dequantise; [T, K/128] for 1x128 groups, [T, 1] per token; None for bf16.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor | None
+    precision: Precision
+    features: int
+
+
+@dataclass
+class QuantizedWeight:
+    """A linear's weight as GEMMs read it; trainer and engine hold this one object.
+
+    rows: output rows of each named part, in order. Scaled formats are quantised per named part, each
+    padded with zero rows to a multiple of 128, so a block never mixes two matrices
+    (docs/numerics.md). codes [sum of padded rows, K padded], scale fp32 [blocks_n, blocks_k] for
+    128x128 or [padded rows, 1] per output channel. BF16 codes are [N, K], unpadded, without scales.
+    `refresh` writers keep the storage addresses and raise `version`.
+    """
+
+    rows: tuple[int, ...]
+    features: int
+    precision: Precision
+    codes: torch.Tensor
+    scale: torch.Tensor | None
+    version: int = 0
+    _derived: dict[str, tuple[int, Any]] = field(default_factory=dict)
+
+    @property
+    def out_features(self) -> int:
+        """N: output rows over all parts, without padding."""
+        return sum(self.rows)
+
+    @property
+    def padded_offsets(self) -> tuple[int, ...]:
+        """First row of each part in `codes` (equal to the logical offset for BF16)."""
+        step = pad_to_block if self.scale is not None else int
+        offsets = [0]
+        for n in self.rows[:-1]:
+            offsets.append(offsets[-1] + step(n))
+        return tuple(offsets)
+
+    def logical_rows(self) -> torch.Tensor:
+        """int64 [N]: the row of `codes` that holds each logical output row."""
+        parts = [
+            torch.arange(o, o + n) for o, n in zip(self.padded_offsets, self.rows, strict=True)
+        ]
+        return torch.cat(parts).to(self.codes.device)
+
+    def derived(self, name: str, make: Callable[[], Any]) -> Any:
+        """A value computed from the codes, made once per version (backends keep layouts here)."""
+        held = self._derived.get(name)
+        if held is None or held[0] != self.version:
+            held = (self.version, make())
+            self._derived[name] = held
+        return held[1]
+
+
+def allocate_weight(
+    rows: tuple[int, ...], features: int, precision: Precision, device: torch.device
+) -> QuantizedWeight:
+    """An empty QuantizedWeight (version 0) with storage for `precision`."""
+    dtype = get_format(precision.format).dtype
+    if precision.block is None:
+        codes = torch.zeros(sum(rows), features, dtype=dtype, device=device)
+        return QuantizedWeight(rows, features, precision, codes, None)
+    n, k = sum(pad_to_block(r) for r in rows), pad_to_block(features)
+    codes = torch.zeros(n, k, dtype=torch.uint8, device=device).view(dtype)
+    shape = {(BLOCK, BLOCK): (n // BLOCK, k // BLOCK), (1, 0): (n, 1)}.get(precision.block)
+    if shape is None:
+        raise ValueError(f"weights cannot be stored as {precision}; use 128x128 or 1xall blocks")
+    scale = torch.ones(shape, dtype=torch.float32, device=device)
+    return QuantizedWeight(rows, features, precision, codes, scale)

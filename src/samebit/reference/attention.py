@@ -1,0 +1,225 @@
+"""Causal attention over KV blocks at absolute positions; the same bits packed, paged or one token at a time.
+
+Query rows are tokens x the query heads of one KV head, in tiles of ROWS rows of one sequence. Every
+product is a batched matmul of one fixed shape (ROWS x D by D x KV block), so the library has one
+kernel to choose; everything else is elementwise on a row (reference/exact.py). A key's block is decided by its
+absolute position alone, and an absent key contributes an exact zero.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from samebit.layout import Layout, PackedLayout, Segment
+from samebit.reference.exact import exp, log, row_sum
+from samebit.spec import Attention
+
+ROWS = 16
+_NEVER = -1.0e30
+"""Running maximum before any key: finite, so that differences never make NaN."""
+
+
+def attention(
+    q_THD: torch.Tensor,
+    k_SGD: torch.Tensor,
+    v_SGD: torch.Tensor,
+    layout: Layout,
+    scale: float,
+    spec: Attention,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out BF16 [T, H, D], log-sum-exp FP32 [T, H], natural log).
+
+    q: BF16 queries of the batch's rows. k, v: BF16 rows that layout.key_rows points into (the packed
+    rows, or the cache). ValueError for a KV precision this backend does not implement.
+    """
+    if spec.kv.format != "bf16" or spec.kv_split:
+        raise ValueError(
+            f"the CPU reference has no attention over a {spec.kv} KV cache (split "
+            f"{spec.kv_split}); use a recipe with a BF16 KV cache there"
+        )
+    heads = q_THD.shape[1]
+    kv_heads = k_SGD.shape[1]
+    if heads // kv_heads > ROWS:
+        raise ValueError(
+            f"{heads // kv_heads} query heads per KV head; at most {ROWS} are supported"
+        )
+    tiles = _Tiles(layout, heads // kv_heads)
+    q = tiles.gather(q_THD, kv_heads).float()
+    m = torch.full(q.shape[:3], _NEVER, device=q.device)
+    total = torch.zeros_like(m)
+    acc = torch.zeros_like(q)
+    key_rows = _padded_key_rows(layout.key_rows, spec.kv_block)
+    for block in range(tiles.num_blocks(spec.kv_block)):
+        active = tiles.active(block * spec.kv_block)
+        rows = key_rows[tiles.sequence[active], block * spec.kv_block : (block + 1) * spec.kv_block]
+        k = k_SGD[rows].permute(0, 2, 3, 1).float()
+        v = v_SGD[rows].permute(0, 2, 1, 3).float()
+        scores = _batched(q[active], k).mul_(scale)
+        position = torch.arange(rows.shape[1], device=q.device) + block * spec.kv_block
+        # storage past a sequence's end holds anything, NaN included: 0 * NaN must not reach P V
+        absent = position[None] >= layout.context_lengths[tiles.sequence[active], None]
+        v.masked_fill_(absent[:, None, :, None], 0.0)
+        hidden = position[None, None, None, :] > tiles.row_position[active][:, None, :, None]
+        scores.masked_fill_(hidden, float("-inf"))
+        m[active], total[active], acc[active] = _online_step(
+            scores, v, hidden, m[active], total[active], acc[active]
+        )
+    out = tiles.scatter((acc / total[..., None]), heads)
+    lse = tiles.scatter((m + log(total))[..., None], heads)[..., 0]
+    return out.bfloat16(), lse
+
+
+def _batched(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """[n, G, ROWS, K] x [n, G, K, N]: one fixed-shape product per (tile, KV head)."""
+    out = torch.bmm(a.flatten(0, 1), b.flatten(0, 1))
+    return out.view(*a.shape[:3], b.shape[-1])
+
+
+def _online_step(
+    scores: torch.Tensor,
+    v: torch.Tensor,
+    hidden: torch.Tensor,
+    m: torch.Tensor,
+    total: torch.Tensor,
+    acc: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Fold one KV block into (running maximum, sum, accumulator). P is rounded to BF16 before P V."""
+    new_m = torch.maximum(m, scores.amax(-1))
+    p = exp(scores - new_m[..., None]).masked_fill_(hidden, 0.0)
+    keep = exp(m - new_m)
+    total = total * keep + row_sum(p)
+    acc = acc * keep[..., None] + _batched(p.bfloat16().float(), v)
+    return new_m, total, acc
+
+
+def _padded_key_rows(key_rows: torch.Tensor, block: int) -> torch.Tensor:
+    missing = -key_rows.shape[1] % block
+    return torch.nn.functional.pad(key_rows, (0, missing))
+
+
+class _Tiles:
+    """Rows of the batch cut into tiles of one sequence: ROWS // group tokens x group query heads."""
+
+    def __init__(self, layout: Layout, group: int) -> None:
+        self.group = group
+        self.tokens_per_tile = ROWS // group
+        sequence = layout.query_sequence
+        order = torch.argsort(sequence, stable=True)
+        counts = torch.bincount(sequence, minlength=0)
+        counts = counts[counts > 0]
+        ids = torch.unique_consecutive(sequence[order])
+        tiles_of = (counts + self.tokens_per_tile - 1) // self.tokens_per_tile
+        self.sequence = torch.repeat_interleave(ids, tiles_of)
+        starts = torch.cumsum(counts, 0) - counts
+        tile_first = torch.cumsum(tiles_of, 0) - tiles_of
+        within = torch.arange(len(order), device=order.device) - torch.repeat_interleave(
+            starts, counts
+        )
+        tile = torch.repeat_interleave(tile_first, counts) + within // self.tokens_per_tile
+        self.num_tiles = int(tiles_of.sum())
+        slot = tile * self.tokens_per_tile + within % self.tokens_per_tile
+        self.slot_of_row = torch.empty_like(slot)
+        self.slot_of_row[order] = slot
+        position = torch.full(
+            (self.num_tiles * self.tokens_per_tile,), -1, device=order.device, dtype=torch.int64
+        )
+        position[self.slot_of_row] = layout.positions
+        position = position.view(self.num_tiles, self.tokens_per_tile)
+        self.last_position = position.amax(1)
+        self.row_position = self._fill_rows(position.repeat_interleave(group, dim=1), -1)
+
+    def _fill_rows(self, x: torch.Tensor, value: int) -> torch.Tensor:
+        return torch.nn.functional.pad(x, (0, ROWS - x.shape[1]), value=value)
+
+    def num_blocks(self, block: int) -> int:
+        """KV blocks the longest tile reaches into."""
+        return int(self.last_position.max()) // block + 1
+
+    def active(self, first_key: int) -> torch.Tensor:
+        """Tiles with a query at or after absolute position `first_key` (others would add zeros)."""
+        return torch.nonzero(self.last_position >= first_key).flatten()
+
+    def gather(self, q_THD: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        """[T, H, D] -> [tiles, G, ROWS, D], zero rows where there is no query."""
+        _, heads, dim = q_THD.shape
+        slots = self.num_tiles * self.tokens_per_tile
+        rows = torch.zeros(slots, heads, dim, dtype=q_THD.dtype, device=q_THD.device)
+        rows[self.slot_of_row] = q_THD
+        rows = rows.view(self.num_tiles, self.tokens_per_tile, kv_heads, self.group, dim)
+        rows = rows.permute(0, 2, 1, 3, 4).reshape(self.num_tiles, kv_heads, -1, dim)
+        return torch.nn.functional.pad(rows, (0, 0, 0, ROWS - rows.shape[2]))
+
+    def scatter(self, x: torch.Tensor, heads: int) -> torch.Tensor:
+        """[tiles, G, ROWS, C] -> [T, H, C]."""
+        tiles, kv_heads, _, width = x.shape
+        x = x[:, :, : self.tokens_per_tile * self.group]
+        x = x.reshape(tiles, kv_heads, self.tokens_per_tile, self.group, width)
+        x = x.permute(0, 2, 1, 3, 4).reshape(-1, heads, width)
+        return x[self.slot_of_row]
+
+
+def attention_backward(
+    dout_THD: torch.Tensor,
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    out_THD: torch.Tensor,
+    lse_TH: torch.Tensor,
+    layout: PackedLayout,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv) BF16 of packed attention. Two partitions a segment: its own keys, and its prefix.
+
+    The backward is additive over KV partitions once each is given the global output and log-sum-exp,
+    so a prompt shared by a group is visited once for all its samples together. Deterministic:
+    segments are walked in order.
+    """
+    group = q_THD.shape[1] // k_THD.shape[1]
+    dout, q, k, v = (x.float() for x in (dout_THD, q_THD, k_THD, v_THD))
+    delta = (dout * out_THD.float()).sum(-1)
+    grads = tuple(torch.zeros_like(x) for x in (q, k, v))
+    tensors = (dout, q, k, v, lse_TH, delta)
+    for s in layout.segments:
+        own = slice(s.start, s.start + s.length)
+        _partition(tensors, grads, own, own, True, scale, group)
+    for prefix, rows in _shared_prefixes(layout.segments):
+        _partition(tensors, grads, rows, prefix, False, scale, group)
+    dq, dk, dv = (g.bfloat16() for g in grads)
+    return dq, dk, dv
+
+
+def _shared_prefixes(segments: tuple[Segment, ...]) -> list[tuple[slice, torch.Tensor]]:
+    """(prefix rows, all rows of the segments that continue it), in order of first use."""
+    users: dict[tuple[int, int], list[torch.Tensor]] = {}
+    for s in segments:
+        if s.prefix_length:
+            rows = torch.arange(s.start, s.start + s.length)
+            users.setdefault((s.prefix_start, s.prefix_length), []).append(rows)
+    return [(slice(p, p + n), torch.cat(rows)) for (p, n), rows in users.items()]
+
+
+def _partition(
+    tensors: tuple[torch.Tensor, ...],
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    queries: slice | torch.Tensor,
+    keys: slice,
+    causal: bool,
+    scale: float,
+    group: int,
+) -> None:
+    """Accumulate the gradients of `queries` attending to `keys` into (dq, dk, dv)."""
+    dout, q, k, v, lse, delta = tensors
+    dq, dk, dv = grads
+    heads_first = lambda x: x.transpose(0, 1)  # noqa: E731
+    q_, do = heads_first(q[queries]), heads_first(dout[queries])
+    k_ = heads_first(k[keys]).repeat_interleave(group, 0)
+    v_ = heads_first(v[keys]).repeat_interleave(group, 0)
+    scores = q_ @ k_.transpose(1, 2) * scale
+    p = torch.exp(scores - lse[queries].t()[..., None])
+    if causal:
+        p = p.tril()
+    ds = p * (do @ v_.transpose(1, 2) - delta[queries].t()[..., None]) * scale
+    dq[queries] += heads_first(ds @ k_)
+    fold = lambda x: heads_first(x.unflatten(0, (-1, group)).sum(1))  # noqa: E731
+    dk[keys] += fold(ds.transpose(1, 2) @ q_)
+    dv[keys] += fold(p.transpose(1, 2) @ do)

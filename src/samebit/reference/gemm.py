@@ -1,0 +1,149 @@
+"""Linear products whose rows do not know each other: FP8 and INT8 exact, BF16 at fixed shapes.
+
+FP8: products of e4m3 codes are multiples of 2^-18 below 2^18, so the FP64 sum of a promotion block is
+exact in any order; blocks are then folded in K order with one rounding each:
+acc = fma(dot, scale, acc). INT8: int32 sums are exact. BF16 and FP32 go through the library matmul at
+row counts from a small fixed set, over which `samebit check` proves row-invariance on this machine.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from samebit.formats import BLOCK
+from samebit.operand import Operand, QuantizedWeight
+from samebit.reference.quantize import (
+    dequantize,
+    dequantize_weight,
+    quantize_activation,
+    quantize_tokens,
+)
+from samebit.spec import Backward, Gemm
+
+ROW_STEP = 16
+"""Library matmuls see row counts that are multiples of this, at least one step."""
+ROW_LIMIT = 512
+"""... and at most this many rows a call: a finite set of shapes, all of them checkable."""
+_EXACT_ROWS = 128
+"""Rows of FP64 work per pass: keeps the block product in cache. Changes no bit (sums are exact)."""
+
+
+def matmul_rows(x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
+    """x @ w.T through the library with rows padded to ROW_STEP, at most ROW_LIMIT a call."""
+    outs = []
+    for chunk in x_TK.split(ROW_LIMIT):
+        rows = chunk.shape[0]
+        padded = -(-rows // ROW_STEP) * ROW_STEP
+        if padded != rows:
+            chunk = F.pad(chunk, (0, 0, 0, padded - rows))
+        outs.append(F.linear(chunk, w_NK)[:rows])
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def gemm(
+    lhs: Operand, weight: QuantizedWeight, spec: Gemm, bias_N: torch.Tensor | None = None
+) -> torch.Tensor:
+    """lhs [T, K] x weight [N, K]^T -> BF16 [T, N]; bias (BF16 values) is added in FP32 before rounding."""
+    if spec.rhs.block is None:
+        return _bf16(lhs.codes, weight.codes, bias_N)
+    if spec.rhs.format == "int8":
+        product = _int8(lhs, weight)
+    elif spec.rhs.block == (BLOCK, BLOCK):
+        product = _fp8_block(lhs, weight)
+    else:
+        product = _fp8_row(lhs, weight, spec.promote)
+    if bias_N is not None:
+        product = product + bias_N.float()
+    return product.bfloat16()
+
+
+def _bf16(x_TK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
+    if bias_N is None:
+        return matmul_rows(x_TK, w_NK)
+    # BF16 library products come back rounded; a bias needs the FP32 sum
+    return (matmul_rows(x_TK.float(), w_NK.float()) + bias_N.float()).bfloat16()
+
+
+def _expanded(weight: QuantizedWeight, width: int) -> torch.Tensor:
+    """FP64 [K / width, width, N] of the codes of the logical rows (kept per version)."""
+
+    def make() -> torch.Tensor:
+        codes = weight.codes[weight.logical_rows()].float().double()
+        return codes.view(codes.shape[0], -1, width).permute(1, 2, 0).contiguous()
+
+    return weight.derived(f"fp64/{width}", make)
+
+
+def _fp8_block(lhs: Operand, weight: QuantizedWeight) -> torch.Tensor:
+    w_BKN = _expanded(weight, BLOCK)
+    assert lhs.scale is not None and weight.scale is not None
+
+    def column_scales() -> torch.Tensor:
+        assert weight.scale is not None
+        return weight.scale.t()[:, weight.logical_rows() // BLOCK].contiguous()
+
+    sw_BN = weight.derived("column_scales", column_scales)
+    x_TK = lhs.codes.float().double()
+    outs = []
+    for x, sx in zip(x_TK.split(_EXACT_ROWS), lhs.scale.split(_EXACT_ROWS), strict=True):
+        acc = torch.zeros(x.shape[0], w_BKN.shape[2])
+        acc = acc.to(x.device)
+        for b in range(w_BKN.shape[0]):
+            dot = x[:, b * BLOCK : (b + 1) * BLOCK] @ w_BKN[b]
+            acc = dot.float().double().mul_(sx[:, b, None] * sw_BN[b]).add_(acc).float()
+        outs.append(acc)
+    return torch.cat(outs)
+
+
+def _fp8_row(lhs: Operand, weight: QuantizedWeight, promote: int) -> torch.Tensor:
+    """acc = acc + dot over `promote` elements of K, in order; one multiply by fl(sx * sw) at the end."""
+    assert lhs.scale is not None and weight.scale is not None
+    w_BKN = _expanded(weight, BLOCK)
+    x_TK = lhs.codes.float().double()
+    acc = torch.zeros(x_TK.shape[0], w_BKN.shape[2], device=x_TK.device)
+    step = promote // BLOCK
+    for first in range(0, w_BKN.shape[0], step):
+        w = w_BKN[first : first + step].flatten(0, 1)
+        dot = x_TK[:, first * BLOCK : first * BLOCK + w.shape[0]] @ w
+        acc = acc + dot.float()
+    return acc * (lhs.scale * weight.scale[weight.logical_rows()].t())
+
+
+def _int8(lhs: Operand, weight: QuantizedWeight) -> torch.Tensor:
+    assert lhs.scale is not None and weight.scale is not None
+    rows = weight.logical_rows()
+    w_KN = weight.derived("int8_kn", lambda: weight.codes[rows].t())
+    dot = torch._int_mm(lhs.codes.contiguous(), w_KN)
+    return dot.float() * (lhs.scale * weight.scale[rows].t())
+
+
+def input_grad(dy_TN: torch.Tensor, weight: QuantizedWeight, backward: Backward) -> torch.Tensor:
+    """dX = dY W, BF16 [T, K]. FP8: dY in 1x128 groups aligned to the weight's row blocks.
+
+    The operands are those of the plan; the sum is FP32 over their dequantised values (order free:
+    gradients carry no bit contract across splits, only determinism).
+    """
+    spec = backward.input_grad
+    if spec.lhs.block is None:
+        w_NK = weight.codes if weight.scale is None else dequantize_weight(weight).bfloat16()
+        return dy_TN @ w_NK
+    padded = torch.zeros(dy_TN.shape[0], weight.codes.shape[0], dtype=dy_TN.dtype)
+    rows = weight.logical_rows()
+    padded = padded.to(dy_TN.device).index_copy_(1, rows, dy_TN)
+    dy = dequantize(quantize_activation(padded, spec.lhs))[:, rows]
+    return (dy @ dequantize_weight(weight)).bfloat16()
+
+
+def weight_grad(
+    dy_TN: torch.Tensor, saved: Operand, token_groups: torch.Tensor, backward: Backward
+) -> torch.Tensor:
+    """dW = dY^T X, FP32 [N, K]. FP8: both operands in 128x1 token groups, X from its saved codes."""
+    spec = backward.weight_grad
+    dy, x = dy_TN.float(), dequantize(saved)
+    if spec.lhs.block is not None:
+        dy = quantize_tokens(dy, token_groups, spec.lhs)
+        x = quantize_tokens(x, token_groups, spec.rhs)
+    elif saved.scale is not None:
+        x = x.bfloat16().float()
+    return dy.t() @ x

@@ -1,0 +1,124 @@
+"""The head: FP32 logits of BF16 operands, log-probs and samples from one and the same product."""
+
+from __future__ import annotations
+
+import torch
+
+from samebit.operand import QuantizedWeight
+from samebit.reference.exact import exp
+from samebit.reference.gemm import matmul_rows
+from samebit.reference.sampling import (
+    Transform,
+    gumbel_noise,
+    log_normaliser,
+    stream_key,
+    transform_logits,
+)
+
+CHUNK = 64
+"""Rows of logits alive at once; the (tokens x vocabulary) matrix is never whole, backward included."""
+
+
+def _weight_fp32(head: QuantizedWeight) -> torch.Tensor:
+    """FP32 storage of the head's BF16 values: library BF16 products would come back rounded."""
+    return head.derived("fp32", lambda: head.codes.float())
+
+
+def head_logits(hidden_TK: torch.Tensor, head: QuantizedWeight, vocabulary: int) -> torch.Tensor:
+    """FP32 [T, V] logits, unrounded; ids >= `vocabulary` (the tokenizer's size) are -inf.
+
+    hidden: BF16 [T, K]; head: BF16 weight [V, K].
+    """
+    logits = matmul_rows(hidden_TK.float(), _weight_fp32(head))
+    if vocabulary < logits.shape[1]:
+        logits[:, vocabulary:] = float("-inf")
+    return logits
+
+
+def log_prob(
+    hidden_TK: torch.Tensor,
+    head: QuantizedWeight,
+    targets_T: torch.Tensor,
+    vocabulary: int,
+    transform: Transform,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-prob of each target, entropy), FP32 [T] each, under the sampling transform."""
+    logps, entropies = [], []
+    for hidden, targets in zip(hidden_TK.split(CHUNK), targets_T.split(CHUNK), strict=True):
+        logits = transform_logits(head_logits(hidden, head, vocabulary), transform)
+        lse = log_normaliser(logits)
+        logps.append(_target_log_prob(logits, lse, targets))
+        logp = logits - lse
+        entropies.append(-(torch.exp(logp) * logp.masked_fill(logp.isneginf(), 0.0)).sum(-1))
+    return torch.cat(logps), torch.cat(entropies)
+
+
+def _target_log_prob(
+    logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    return (logits.gather(1, targets[:, None]) - lse)[:, 0]
+
+
+def log_prob_backward(
+    dlogp_T: torch.Tensor,
+    dentropy_T: torch.Tensor,
+    hidden_TK: torch.Tensor,
+    head: QuantizedWeight,
+    targets_T: torch.Tensor,
+    vocabulary: int,
+    transform: Transform,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dhidden BF16 [T, K], dweight FP32 [V, K]); logits are recomputed chunk by chunk."""
+    inverse = 1.0 if transform.temperature in (0.0, 1.0) else 1.0 / transform.temperature
+    weight_VK = _weight_fp32(head)
+    dhidden, dweight = [], torch.zeros_like(weight_VK)
+    for i in range(0, hidden_TK.shape[0], CHUNK):
+        rows = slice(i, i + CHUNK)
+        logits = transform_logits(head_logits(hidden_TK[rows], head, vocabulary), transform)
+        logp = logits - log_normaliser(logits)
+        p = exp(logp)
+        finite = logp.masked_fill(logp.isneginf(), 0.0)
+        entropy = -(p * finite).sum(-1, keepdim=True)
+        dlogits = -p * (dlogp_T[rows, None] + dentropy_T[rows, None] * (finite + entropy))
+        dlogits.scatter_add_(1, targets_T[rows, None], dlogp_T[rows, None])
+        dlogits *= inverse
+        dhidden.append((dlogits @ weight_VK).bfloat16())
+        dweight += dlogits.t() @ hidden_TK[rows].float()
+    return torch.cat(dhidden), dweight
+
+
+def sample(
+    hidden_TK: torch.Tensor,
+    head: QuantizedWeight,
+    vocabulary: int,
+    transform: Transform,
+    counters: list[tuple[int, int, int]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids int64 [T], log-probs FP32 [T]): Gumbel-max, or the largest logit at temperature 0.
+
+    counters: (seed, sample id, position) of each row. The log-prob is `log_prob`'s for that id, bit
+    for bit. Ties go to the smaller id.
+    """
+    ids, logps = [], []
+    for i in range(0, hidden_TK.shape[0], CHUNK):
+        logits = head_logits(hidden_TK[i : i + CHUNK], head, vocabulary)
+        logits = transform_logits(logits, transform)
+        if transform.temperature == 0.0:
+            chosen = _first_argmax(logits)
+        else:
+            keys = [stream_key(*c) for c in counters[i : i + CHUNK]]
+            chosen = _first_argmax(logits + gumbel_noise(keys, logits.shape[1], logits.device))
+        ids.append(chosen)
+        logps.append(_target_log_prob(logits, log_normaliser(logits), chosen))
+    return torch.cat(ids), torch.cat(logps)
+
+
+def _first_argmax(x_TV: torch.Tensor) -> torch.Tensor:
+    """Index of each row's maximum, the smallest on ties; ValueError on a row of NaN."""
+    top = x_TV.amax(-1, keepdim=True)
+    if torch.isnan(top).any():
+        row = int(torch.nonzero(torch.isnan(top[:, 0]))[0])
+        raise ValueError(
+            f"logits of batch row {row} are NaN: the model's weights or activations are not finite"
+        )
+    return (x_TV == top).to(torch.uint8).argmax(-1)

@@ -1,0 +1,34 @@
+"""RMSNorm and the residual add, FP32 inside, BF16 between; row sums are one fixed tree."""
+
+from __future__ import annotations
+
+import torch
+
+from samebit.reference.exact import row_sum
+
+
+def rms_norm(
+    x_TK: torch.Tensor, gain_K: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """BF16 [..., K] -> (BF16 normed, FP32 rstd [..., 1]). gain: BF16 values."""
+    x = x_TK.float()
+    mean = row_sum(x * x) / x.shape[-1]
+    rstd = (1.0 / torch.sqrt(mean + eps))[..., None]
+    return ((x * rstd) * gain_K.float()).bfloat16(), rstd
+
+
+def rms_norm_backward(
+    dy_TK: torch.Tensor, x_TK: torch.Tensor, gain_K: torch.Tensor, rstd_T1: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dx BF16, dgain FP32 [K]) of `rms_norm`."""
+    dy, x = dy_TK.float(), x_TK.float()
+    normed = x * rstd_T1
+    dgain = (dy * normed).flatten(0, -2).sum(0)
+    weighted = dy * gain_K.float()
+    inner = (weighted * normed).mean(-1, keepdim=True)
+    return ((weighted - normed * inner) * rstd_T1).bfloat16(), dgain
+
+
+def residual_add(x_TK: torch.Tensor, update_TK: torch.Tensor) -> torch.Tensor:
+    """x + update, added in FP32, rounded to BF16 (the residual stream is BF16)."""
+    return (x_TK.float() + update_TK.float()).bfloat16()

@@ -1,0 +1,103 @@
+"""Sampling noise and the restricted distribution: pure functions of (seed, sample, position, id) and logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from samebit.reference.exact import exp, log, row_sum
+
+
+@dataclass(frozen=True)
+class Transform:
+    """What turns logits into the sampling distribution, on both sides (types.Sampling's numbers)."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    @property
+    def restricts(self) -> bool:
+        """Whether tokens are removed from the distribution."""
+        return self.top_k > 0 or self.top_p < 1.0
+
+
+def transform_logits(logits_TV: torch.Tensor, transform: Transform) -> torch.Tensor:
+    """FP32 logits of the sampling distribution: * fl(1/T), removed ids at -inf. Greedy uses T = 1.
+
+    Order: temperature, then top-k, then top-p over what top-k kept; ties at the cut-off are kept by
+    smaller id. A pure function of a row's logits: equal logits give equal sets on both sides.
+    """
+    if transform.temperature not in (0.0, 1.0):
+        inverse = torch.tensor(1.0 / transform.temperature, dtype=torch.float32)
+        logits_TV = logits_TV * inverse.to(logits_TV.device)
+    if not transform.restricts:
+        return logits_TV
+    order = torch.sort(logits_TV, dim=-1, descending=True, stable=True)
+    kept = torch.ones_like(order.values, dtype=torch.bool)
+    if transform.top_k > 0:
+        kept[:, transform.top_k :] = False
+    if transform.top_p < 1.0:
+        shifted = order.values - order.values[:, :1]
+        mass = exp(shifted).masked_fill_(~kept, 0.0).double()
+        # one serial sum per row, in rank order: independent of the other rows
+        before = torch.cumsum(mass, -1) - mass
+        kept &= before < transform.top_p * mass.sum(-1, keepdim=True)
+    keep_by_id = torch.zeros_like(kept).scatter_(1, order.indices, kept)
+    return logits_TV.masked_fill(~keep_by_id, float("-inf"))
+
+
+def log_normaliser(logits_TV: torch.Tensor) -> torch.Tensor:
+    """FP32 [T, 1] log-sum-exp of each row as maximum + log(fixed-tree sum)."""
+    top = logits_TV.amax(-1, keepdim=True)
+    return top + log(row_sum(exp(logits_TV - top)))[:, None]
+
+
+def stream_key(seed: int, sample_id: int, position: int) -> tuple[int, int]:
+    """Two 32-bit keys of a token's noise stream (splitmix64 over the three counters)."""
+    state = 0
+    for value in (seed, sample_id, position):
+        state = _splitmix64((state ^ value) & _MASK64)
+    return state & _MASK32, state >> 32
+
+
+_MASK32, _MASK64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
+
+
+def _splitmix64(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical right shift of int32 (torch's is arithmetic)."""
+    return (x >> bits) & ((1 << (32 - bits)) - 1)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """murmur3's 32-bit finaliser on int32 (wrapping)."""
+    x = (x ^ _shift_right(x, 16)) * _signed(0x85EBCA6B)
+    x = (x ^ _shift_right(x, 13)) * _signed(0xC2B2AE35)
+    return x ^ _shift_right(x, 16)
+
+
+def gumbel_noise(
+    keys: list[tuple[int, int]], vocabulary: int, device: torch.device
+) -> torch.Tensor:
+    """FP32 [T, V] standard Gumbel noise; row t, column v depends on keys[t] and v only.
+
+    h = mix(mix(v ^ low) + high); u = (h >> 9 + 0.5) * 2^-23, in (0, 1) exactly; -log(-log(u)).
+    """
+    low = torch.tensor([[_signed(k[0])] for k in keys], dtype=torch.int32, device=device)
+    high = torch.tensor([[_signed(k[1])] for k in keys], dtype=torch.int32, device=device)
+    ids = torch.arange(vocabulary, dtype=torch.int32, device=device)[None]
+    h = _mix(_mix(ids ^ low) + high)
+    u = (_shift_right(h, 9).float() + 0.5) * 2.0**-23
+    return -log(-log(u))

@@ -1,0 +1,1 @@
+"""One correction a file; the file name is the correction's name."""

@@ -1,0 +1,162 @@
+"""Finds algorithms and corrections by name and turns a table of settings into their `Config`.
+
+The folder is the registry: the name is the module's name, or a dotted path outside the package.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+import types
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from samebit.rl.api import Algorithm, Correction
+
+ALIASES: dict[str, tuple[str, ...]] = {
+    "epsilon": ("clip_low", "clip_high"),
+    "clip_ratio": ("clip_low", "clip_high"),
+    "eps_clip": ("clip_low", "clip_high"),
+    "clip_ratio_low": ("clip_low",),
+    "clip_ratio_high": ("clip_high",),
+    "epsilon_high": ("clip_high",),
+    "eps_clip_high": ("clip_high",),
+    "clip_ratio_c": ("dual_clip",),
+    "eps_clip_c": ("dual_clip",),
+    "delta": ("dual_clip",),
+    "beta": ("kl_coefficient",),
+    "kl_loss_coef": ("kl_coefficient",),
+    "entropy_coeff": ("entropy_coefficient",),
+    "entropy_coef": ("entropy_coefficient",),
+    "loss_agg_mode": ("averaging",),
+    "rollout_is_threshold": ("cap",),
+    "tis_clip": ("cap",),
+    "truncated_importance_sampling_ratio": ("cap",),
+    "vllm_importance_sampling_clip_max": ("cap",),
+    "rollout_is": ("level",),
+}
+"""Other tools' keys and ours. One that sets two of ours yields to one that sets a single one."""
+
+
+def list_names(package: str, class_name: str) -> list[str]:
+    """Modules of `package` that define `Config` and `class_name`, sorted."""
+    folder = importlib.import_module(package)
+    names = (m.name for m in pkgutil.iter_modules(folder.__path__) if not m.ispkg)
+    return sorted(
+        n for n in names if _defines(importlib.import_module(f"{package}.{n}"), class_name)
+    )
+
+
+def _defines(module: types.ModuleType, class_name: str) -> bool:
+    # Imported base classes do not make a module a plug-in: it must define both itself.
+    found = (vars(module).get("Config"), vars(module).get(class_name))
+    return all(getattr(value, "__module__", None) == module.__name__ for value in found)
+
+
+def list_algorithms() -> list[str]:
+    """Names `load_algorithm` knows."""
+    return list_names("samebit.rl", "Algorithm")
+
+
+def list_corrections() -> list[str]:
+    """Names `load_correction` knows."""
+    return list_names("samebit.rl.corrections", "Correction")
+
+
+def load_algorithm(name: str, table: Mapping[str, Any] | None = None) -> Algorithm:
+    """The algorithm called `name` (module in samebit.rl, or dotted path), built from `table`.
+
+    ValueError for an unknown name or key (with the nearest valid one), a wrong type or a value out
+    of range.
+    """
+    module = _find(name, "samebit.rl", "Algorithm", "algorithm", list_algorithms)
+    return module.Algorithm(build_config(module.Config, table or {}, name))
+
+
+def load_correction(name: str, table: Mapping[str, Any] | None = None) -> Correction:
+    """The correction called `name`, built from `table`; errors as `load_algorithm`.
+
+    `a+b` composes: weights multiply, bounds chain; `table` then has one sub-table per name.
+    """
+    table = table or {}
+    if "+" in name:
+        from samebit.rl.compose import Composed
+
+        parts = [part.strip() for part in name.split("+")]
+        unknown = sorted(set(table) - set(parts))
+        if unknown:
+            raise ValueError(f"{name}: {unknown[0]!r} is not one of the corrections {parts}")
+        return Composed(tuple(load_correction(p, table.get(p)) for p in parts))
+    module = _find(name, "samebit.rl.corrections", "Correction", "correction", list_corrections)
+    return module.Correction(build_config(module.Config, table, name))
+
+
+def _find(name: str, package: str, class_name: str, what: str, known: Any) -> Any:
+    path = name if "." in name else f"{package}.{name}"
+    try:
+        module = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        # A missing import *inside* a user's module is that module's error, not an unknown name.
+        if error.name is None or not (path == error.name or path.startswith(error.name + ".")):
+            raise
+        module = None
+    if module is None or not (
+        _defines(module, class_name)
+        if "." not in name
+        else hasattr(module, "Config") and hasattr(module, class_name)
+    ):
+        names = known()
+        raise ValueError(
+            f"unknown {what} {name!r}{_nearest(name, names)}; known: {', '.join(names)}, "
+            f"or the dotted path of a module that defines Config and {class_name}"
+        )
+    return module
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def build_config(config_class: type, table: Mapping[str, Any], where: str) -> Any:
+    """`config_class(**table)` with aliases resolved and every key and type checked."""
+    hints = get_type_hints(config_class)
+    known = [f.name for f in fields(config_class)]
+    values: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
+    for key, value in sorted(table.items(), key=lambda item: -len(ALIASES.get(item[0], ()))):
+        targets = (key,) if key in known else ALIASES.get(key, ())
+        if not targets or any(target not in known for target in targets):
+            usable = known + [a for a, ours in ALIASES.items() if set(ours) <= set(known)]
+            raise ValueError(
+                f"{where}: unknown key {key!r}{_nearest(key, usable)}; known: {', '.join(known)}"
+            )
+        for target in targets:
+            earlier = spelled.get(target)
+            if earlier is not None and len(ALIASES.get(earlier, ("",))) == len(targets):
+                raise ValueError(f"{where}: {earlier!r} and {key!r} both set {target}; keep one")
+            values[target] = _checked(value, hints[target], f"{where}.{key}")
+            spelled[target] = key
+    return config_class(**values)
+
+
+def _checked(value: Any, hint: Any, where: str) -> Any:
+    origin = get_origin(hint)
+    if origin is Literal:
+        if value not in get_args(hint):
+            close = _nearest(str(value), [str(a) for a in get_args(hint)])
+            raise ValueError(f"{where} = {value!r}{close}; must be one of {get_args(hint)}")
+        return value
+    if origin in (Union, types.UnionType):
+        options = get_args(hint)
+        # TOML has no null: the word none stands for it.
+        if type(None) in options and (value is None or value == "none"):
+            return None
+        return _checked(value, next(o for o in options if o is not type(None)), where)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise ValueError(f"{where} = {value!r} is {type(value).__name__}; must be {hint.__name__}")
+    return value

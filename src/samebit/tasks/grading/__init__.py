@@ -1,0 +1,1 @@
+"""Grading: answer extraction, exact comparison, safe arithmetic and killable workers."""

@@ -1,0 +1,170 @@
+"""Checkpoints: a folder that appears whole or not at all, verified by checksum before it is read.
+
+checkpoints/step_000005/ holds model.safetensors (FP32 masters by checkpoint name), optimizer.safetensors,
+state.json (counters, plan digest, what produced it) and manifest.json (sha256 of every file). Every
+random choice of a run is a function of (seed, counters), so counters are all the random state.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from samebit.models.config import read_json
+from samebit.models.load import named_masters
+from samebit.models.source import MANIFEST, verify_manifest
+from samebit.models.weights import (
+    CheckpointReader,
+    atomic_folder,
+    sources_of,
+    write_checkpoint,
+    write_json,
+)
+from samebit.train.step import Trainer
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"step_(\d{6,})")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is: the counters every random choice is a function of.
+
+    step: steps finished. next_prompt: index into the task's train stream. next_sample: id of the
+    next sample drawn.
+    """
+
+    step: int = 0
+    next_prompt: int = 0
+    next_sample: int = 0
+
+
+def _optimizer_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in trainer.parameters().items():
+        for key, value in trainer.optimizer.state.get(parameter, {}).items():
+            tensors[f"{name}.{key}"] = value
+    if trainer.value is not None:
+        tensors |= {f"value_head.{n}": p.detach() for n, p in trainer.value.named_parameters()}
+    return tensors
+
+
+def save(folder: Path, trainer: Trainer, progress: Progress, keep: int, about: dict) -> Path:
+    """Write checkpoint `progress.step` under `folder`, then drop all but the newest `keep`.
+
+    An unreadable folder of the same step is replaced. OSError (disk full) leaves the previous
+    checkpoints as they were.
+    """
+    target = folder / f"step_{progress.step:06d}"
+    if target.exists():
+        if problem_of(target) is None:
+            return target
+        shutil.rmtree(target)
+    masters = named_masters(trainer.model)
+    optimizer = _optimizer_tensors(trainer)
+    size = sum(t.numel() * t.element_size() for t in (*masters.values(), *optimizer.values()))
+    with atomic_folder(target, size + (1 << 20)) as work:
+        digests = write_checkpoint(work, sources_of(masters))
+        (work / "optimizer").mkdir()
+        for name, digest in write_checkpoint(
+            work / "optimizer", sources_of(optimizer or {"none": torch.zeros(1)})
+        ).items():
+            digests[f"optimizer/{name}"] = digest
+        state = {
+            "progress": asdict(progress),
+            "plan": trainer.model.plan.digest,
+            "steps": trainer.steps,
+            "updates": trainer.updates,
+            "skipped": trainer.skipped,
+            "version": trainer.model.version,
+            "correction": trainer.correction.state(),
+            **about,
+        }
+        digests["state.json"] = write_json(work / "state.json", state)
+        write_json(work / MANIFEST, {"files": digests, "step": progress.step})
+    for old in _steps(folder)[:-keep] if keep > 0 else []:
+        shutil.rmtree(old)
+    return target
+
+
+def _steps(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    found = [p for p in folder.iterdir() if p.is_dir() and _NAME.fullmatch(p.name)]
+    return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
+
+
+def problem_of(checkpoint: Path) -> str | None:
+    """What makes a checkpoint unreadable, or None."""
+    problem = verify_manifest(checkpoint)
+    if problem is None:
+        try:
+            read_json(checkpoint / "state.json")["progress"]
+        except (ValueError, KeyError) as error:
+            problem = f"state.json: {error}"
+    return problem
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest complete checkpoint; broken ones are named in the log and passed over."""
+    for path in reversed(_steps(folder)):
+        problem = problem_of(path)
+        if problem is None:
+            return path
+        log.warning("%s is passed over: %s", path, problem)
+    return None
+
+
+def load_weights(checkpoint: Path, model: Any) -> None:
+    """Read a checkpoint's masters into a Decoder and refresh it."""
+    reader = CheckpointReader(checkpoint)
+    for name, master in named_masters(model).items():
+        master.copy_(reader.read(name, tuple(master.shape)))
+    model.refresh()
+
+
+def restore(checkpoint: Path, trainer: Trainer, about: Mapping[str, Any]) -> Progress:
+    """Load a checkpoint into the trainer and return where the run was.
+
+    ValueError when it was written under another precision plan, model, or seed. `about` holds
+    what must agree (such as the seed).
+    """
+    state = read_json(checkpoint / "state.json")
+    trainer.model.plan.require_same(state["plan"], f"checkpoint {checkpoint}")
+    for key, value in about.items():
+        if state.get(key) != value:
+            raise ValueError(
+                f"checkpoint {checkpoint} was written with {key} = {state.get(key)!r}, this run "
+                f"has {value!r}: set it back, or start a new run in another folder"
+            )
+    load_weights(checkpoint, trainer.model)
+    trainer.model.version = state["version"]
+    reader = CheckpointReader(checkpoint / "optimizer")
+    names = set(reader.names())
+    for name, parameter in trainer.parameters().items():
+        keys = ("step", "exp_avg", "exp_avg_sq")
+        if f"{name}.step" in names:
+            trainer.optimizer.state[parameter] = {
+                key: _placed(key, reader.read(f"{name}.{key}"), parameter) for key in keys
+            }
+    if trainer.value is not None:
+        with torch.no_grad():
+            for n, p in trainer.value.named_parameters():
+                p.copy_(reader.read(f"value_head.{n}"))
+    trainer.steps, trainer.updates = state["steps"], state["updates"]
+    trainer.skipped = state["skipped"]
+    trainer.correction = trainer.correction.with_state(state["correction"])
+    return Progress(**state["progress"])
+
+
+def _placed(key: str, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    # torch.optim keeps the step count on the host
+    return value if key == "step" else value.to(parameter.device)

