@@ -48,7 +48,7 @@ class PackedLayout(_Derived):
     """A packed training batch: segments in row order, covering every row once."""
 
     segments: tuple[Segment, ...]
-    device: torch.device = torch.device("cpu")
+    device: torch.device | str = "cpu"
 
     def __post_init__(self) -> None:
         row = 0

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from samebit.operand import QuantizedWeight, allocate_weight
+from samebit.quant.plan import load_recipe
 from samebit.reference.gemm import gemm, input_grad, matmul_rows, weight_grad
 from samebit.reference.quantize import (
     dequantize,
@@ -13,7 +14,6 @@ from samebit.reference.quantize import (
     quantize_activation,
     refresh_weight,
 )
-from samebit.quant.plan import load_recipe
 from samebit.spec import GEMM_BF16, Gemm
 
 CPU = torch.device("cpu")

@@ -65,7 +65,14 @@ def test_encoding_equals_the_definition(x):
 
 @pytest.mark.parametrize(
     ("x", "code"),
-    [(448.0, 448.0), (464.0, 448.0), (464.5, 448.0), (465.0, 448.0), (1000.0, 448.0), (-1e9, -448.0)],
+    [
+        (448.0, 448.0),
+        (464.0, 448.0),
+        (464.5, 448.0),
+        (465.0, 448.0),
+        (1000.0, 448.0),
+        (-1e9, -448.0),
+    ],
 )
 def test_out_of_range_saturates_on_every_version(x, code):
     assert float(encode(torch.tensor([x]), torch.ones(1), E4M3).float()) == code
@@ -126,7 +133,9 @@ def test_a_named_matrix_never_shares_a_block_with_its_neighbour():
     assert torch.equal(weight.codes[:640].view(torch.uint8), q_codes.view(torch.uint8))
     assert torch.equal(weight.scale[:5], q_scale)
     error = (dequantize_weight(weight) - master).norm(dim=1) / master.norm(dim=1)
-    assert float(error[768:].max()) < 0.04  # the small part is not quantised at the large one's scale
+    assert (
+        float(error[768:].max()) < 0.04
+    )  # the small part is not quantised at the large one's scale
 
 
 @pytest.mark.parametrize("precision", [BF16, FP8_BLOCK, FP8_ROW, INT8_ROW])

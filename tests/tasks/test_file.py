@@ -67,6 +67,12 @@ def test_encodings_and_marks(write, encoding, setting, kind):
     assert texts(load(path, encoding=setting)) == ["été"]
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_a_carriage_return_between_fields_does_not_end_a_record(write, encoding):
+    rows = [f'{{"prompt": "{text}",\r "answer": 1}}' for text in "ab"]
+    assert texts(load(write(rows, encoding=encoding))) == ["a", "b"]
+
+
 BAD = [
     ("not json", "not a JSON object"),
     ('["a list"]', "a JSON list, expected an object"),

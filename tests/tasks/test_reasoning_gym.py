@@ -196,3 +196,23 @@ def test_a_data_set_with_prepared_items_stays_inside_them(tokenizer):
     task.bind(tokenizer)
     assert len(task.prompts("train", 10**9, 5)) == 5
     assert len(task.held_out()) == 4
+
+
+def test_questions_over_the_limit_are_passed_over(tokenizer):
+    table = {"dataset": "chain_sum", "on_long_prompt": "skip", "held_out_size": 16}
+    free = make_plain(tokenizer, table)
+    lengths = sorted(len(prompt.ids) for prompt in free.prompts("train", 0, 200))
+    limit = lengths[100]
+    task = make_plain(tokenizer, {**table, "max_prompt_tokens": limit})
+    prompts = task.prompts("train", 0, 200)
+    assert max(len(prompt.ids) for prompt in [*prompts, *task.held_out()]) <= limit < lengths[-1]
+    kept = {prompt.id: prompt for prompt in prompts}
+    for prompt in free.prompts("train", 0, 200):
+        if len(prompt.ids) <= limit:
+            assert kept[prompt.id] == prompt
+
+
+def make_plain(tokenizer, table):
+    task = load_task("reasoning_gym", table)
+    task.bind(tokenizer)
+    return task

@@ -58,7 +58,9 @@ class PagePool:
         """Copy the first n rows of source pages to target pages; pairs are (source, target, n)."""
         if not pairs:
             return
-        rows = [(s * self.page_size + i, t * self.page_size + i) for s, t, n in pairs for i in range(n)]
+        rows = [
+            (s * self.page_size + i, t * self.page_size + i) for s, t, n in pairs for i in range(n)
+        ]
         source, target = torch.tensor(rows, device=self.store.keys[0].device).unbind(1)
         self.store.copy_rows(source, target)
 

@@ -12,7 +12,8 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from samebit.kernels import _gemm_plain as plain
-from samebit.kernels._gemm_hopper import GLOBAL, NONE, RING, hopper_gemm_kernel
+from samebit.kernels._gemm_hopper import hopper_gemm_kernel
+from samebit.kernels._gemm_problem import GLOBAL, NONE, RING
 
 GROUP = 128
 
@@ -22,10 +23,10 @@ class Tile:
     """One tuned configuration. No field changes a result's bits.
 
     rows, columns: rows of the M-side and of the N-side operand a tile covers. swap: the weights are
-    the M side. consumers: warp groups that multiply. stages: slots of the operand ring. hold: K steps a stage holds.
-    depth: K steps a consumer multiplies at once (block scaling). ring: per-row scales come through the ring when their layout allows.
-    group: row tiles that share their columns in L2. per_sm: resident programs an SM; registers: a
-    thread's launch registers.
+    the M side. consumers: warp groups that multiply, 64 rows each. stages: slots of the operand
+    ring. hold: K steps a slot holds. depth: K steps a consumer multiplies at once (block scaling).
+    ring: per-row scales come through the ring when their layout allows. group: row tiles that share
+    their columns in L2. per_sm: resident programs an SM. registers: a thread's launch registers.
     """
 
     rows: int = 128
@@ -71,7 +72,7 @@ def _scale_source(scale: torch.Tensor, vector: bool, ring: bool) -> int:
 
 
 def _scale_descriptor(scale: torch.Tensor, source: int, box: int, other: TensorDescriptor):
-    """A flat view: a box that runs past a group's rows reads the next group's, for rows not stored."""
+    """A flat view: a box past a group's last row reads the next group's, for rows not stored."""
     if source != RING.value:
         return other
     length = (scale.shape[1] - 1) * scale.stride(1) + scale.shape[0]
@@ -129,7 +130,7 @@ def hopper_gemm(
         MODE=mode, SWAP=tile.swap, A_SCALE=a_source, B_SCALE=b_source, BM=tile.rows,
         BN=tile.columns, CONSUMERS=tile.consumers, STAGES=stages, HOLD=hold, DEPTH=depth,
         REST=steps % depth, SPAN=max(span // hold, 1), GROUP_ROWS=tile.group,
-        HAS_BIAS=bias_N is not None, ADD=add, TMA_OUT=tma_out,
+        HAS_BIAS=bias_N is not None, ADD=add, TMA_OUT=tma_out, WHOLE=cols % 16 == 0,
         num_warps=4, maxnreg=tile.registers, enable_fp_fusion=False,
     )  # fmt: skip
     return out_MN

@@ -15,7 +15,7 @@ GROUP = BLOCK
 def check_operands(
     a_MK: torch.Tensor, b_NK: torch.Tensor, dtype: torch.dtype, multiple: int = GROUP
 ) -> None:
-    """Both operands are 2-D, of `dtype`, contiguous along K and agree on K, a multiple of `multiple`."""
+    """Both operands are 2-D `dtype`, contiguous along K, and share K, a multiple of `multiple`."""
     for name, operand in (("first operand", a_MK), ("second operand", b_NK)):
         if operand.ndim != 2 or operand.dtype != dtype:
             raise ValueError(

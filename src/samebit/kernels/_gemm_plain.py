@@ -1,4 +1,4 @@
-"""One pointer-based Triton GEMM for all formats: the form every fast kernel must agree with bit for bit.
+"""One pointer-based Triton GEMM for all formats, which every fast kernel equals bit for bit.
 
 It takes any shape and stride, so it also serves what the TMA kernels cannot address (an output row
 that is not a multiple of 16 bytes). The M side of every tile has at least 64 rows: a smaller tile
@@ -70,7 +70,8 @@ def plain_gemm_kernel(
         result = acc
     if HAS_BIAS:
         result += tl.load(bias_ptr + bn_N).to(tl.float32)[None, :]
-    out_ptrs = out_ptr + m_M.to(tl.int64)[:, None] * stride_om + n_N.to(tl.int64)[None, :] * stride_on
+    row_offset_M = m_M.to(tl.int64) * stride_om
+    out_ptrs = out_ptr + row_offset_M[:, None] + n_N.to(tl.int64)[None, :] * stride_on
     inside = (m_M[:, None] < M) & (n_N[None, :] < N)
     if ADD:
         result += tl.load(out_ptrs, mask=inside, other=0.0)

@@ -21,7 +21,8 @@ def bf16_gemm(
 ) -> torch.Tensor:
     """[M, n] in `out_dtype` (bfloat16, rounded once, or float32, unrounded): x_MK times w_NK^T.
 
-    x_MK: bf16 [M, K]; w_NK: bf16 [Np, K], Np >= n (default Np); any K. bias_N: bf16 [n], added in FP32.
+    x_MK: bf16 [M, K]; w_NK: bf16 [Np, K], Np >= n (default Np); any K. bias_N: bf16 [n], added in
+    FP32. Operands whose rows are not 16-byte aligned take the plain kernel: same bits, slower.
     """
     check_operands(x_MK, w_NK, torch.bfloat16, multiple=1)
     if out_dtype not in (torch.bfloat16, torch.float32):

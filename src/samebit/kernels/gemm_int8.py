@@ -1,4 +1,4 @@
-"""INT8 GEMM with one scale per token and one per output channel (QuRL's INT8); the integer part is exact."""
+"""INT8 GEMM, exact in int32, with one scale per token and one per output channel (QuRL's INT8)."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def attention(
             f"the CPU reference has no attention over a {spec.kv} KV cache; use a recipe with a BF16 "
             "KV cache there"
         )
-    tokens, heads, dim = q_THD.shape
+    heads = q_THD.shape[1]
     kv_heads = k_SGD.shape[1]
     if heads // kv_heads > ROWS:
         raise ValueError(

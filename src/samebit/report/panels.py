@@ -8,8 +8,8 @@ from html import escape
 
 from samebit.report.charts import (
     Series,
-    linear_axis,
     line_chart,
+    linear_axis,
     log_axis,
     percent,
     short,

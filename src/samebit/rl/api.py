@@ -216,6 +216,14 @@ class Correction:
         """
         return self
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must keep of `prepare`'s results (JSON values)."""
+        return {}
+
+    def with_state(self, state: Mapping[str, Any]) -> Correction:
+        """This correction with a state that `state` returned."""
+        return self
+
     def weights(self, batch: TokenBatch) -> Weights:
         """Per-token factor on the policy loss. `batch` is already `filled`."""
         return Weights(torch.ones_like(batch.logp_T))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from samebit.rl.api import Bound, Correction, TokenBatch, Weights
 from samebit.rl.ratios import weight_metrics
 
@@ -28,6 +31,15 @@ class Composed(Correction):
     def prepare(self, batch: TokenBatch, lower: float, upper: float) -> Correction:
         """Each part prepared."""
         return Composed(tuple(part.prepare(batch, lower, upper) for part in self.parts))
+
+    def state(self) -> dict[str, Any]:
+        """Each part's state, by place."""
+        return {str(i): part.state() for i, part in enumerate(self.parts)}
+
+    def with_state(self, state: Mapping[str, Any]) -> Correction:
+        """Each part with its state."""
+        parts = tuple(p.with_state(state.get(str(i), {})) for i, p in enumerate(self.parts))
+        return Composed(parts)
 
     def weights(self, batch: TokenBatch) -> Weights:
         """Product of the parts' weights; metrics of the product, and those only one part has."""

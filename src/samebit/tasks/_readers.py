@@ -103,7 +103,7 @@ def _lines(path: Path, encoding: str, max_row_bytes: int) -> Iterator[tuple[int,
                     line = stream.readline(1 << 20)
                 yield number, f"the row is longer than {max_row_bytes} bytes"
                 continue
-            yield number, line.rstrip(b"\n").removesuffix(b"\r")
+            yield number, line.rstrip(b"\n")
 
 
 class _Recoded:

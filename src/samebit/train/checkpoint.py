@@ -81,9 +81,11 @@ def save(folder: Path, trainer: Trainer, progress: Progress, keep: int, about: d
         state = {
             "progress": asdict(progress),
             "plan": trainer.model.plan.digest,
+            "steps": trainer.steps,
             "updates": trainer.updates,
             "skipped": trainer.skipped,
             "version": trainer.model.version,
+            "correction": trainer.correction.state(),
             **about,
         }
         digests["state.json"] = write_json(work / "state.json", state)
@@ -157,7 +159,9 @@ def restore(checkpoint: Path, trainer: Trainer, about: Mapping[str, Any]) -> Pro
         with torch.no_grad():
             for n, p in trainer.value.named_parameters():
                 p.copy_(reader.read(f"value_head.{n}"))
-    trainer.updates, trainer.skipped = state["updates"], state["skipped"]
+    trainer.steps, trainer.updates = state["steps"], state["updates"]
+    trainer.skipped = state["skipped"]
+    trainer.correction = trainer.correction.with_state(state["correction"])
     return Progress(**state["progress"])
 
 

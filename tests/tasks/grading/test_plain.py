@@ -48,6 +48,11 @@ RIGHT = [
     ("5 m", "5"),
     ("1,2,3", "1, 2, 3"),
     ("003", "3"),
+    (r"\{1,2\}", r"\left\{2, 1.0\right\}"),
+    ("1, 2", "2, 1"),
+    ("(1,2)", r"\left(1, \frac{4}{2}\right)"),
+    ("[0, 1/2)", "[0,0.5)"),
+    ("3 and 4", "3 and 4"),
     ("+3", "3"),
 ]
 WRONG = [
@@ -66,12 +71,16 @@ WRONG = [
     ("x=5", "6"),
     ("0.1", "0.10000001"),
     ("5", "a$ 5 $b"),
+    ("(1,2)", "(2,1)"),
+    (r"\{1,2\}", r"\{1,2,3\}"),
+    ("[1,2]", "[1,3]"),
+    ("1,2", "1,3"),
     ("5", ""),
     ("5", "$$"),
     ("5 m", "5 km"),
     ("x", "__import__('os').system('true')"),
 ]
-UNDECIDED = [("5", "5x"), ("x=5", "y=5"), ("(1,2)", "(2,1)"), ("1", r"\sqrt{1}"), ("2", "1+1")]
+UNDECIDED = [("5", "5x"), ("x=5", "y=5"), ("[1,2]", "(1,2)"), ("1", r"\sqrt{1}"), ("2", "1+1")]
 
 
 @pytest.mark.parametrize(("gold", "answer"), RIGHT)
@@ -134,6 +143,23 @@ def test_math_verify_agrees_on_plain_numbers(gold, answer):
         theirs = verify(read(gold), read(other), timeout_seconds=None)
         if ours or abs(Fraction(gold) - Fraction(other)) > Fraction(1, 10**5):
             assert ours is theirs, (gold, other)
+
+
+SEQUENCES = [
+    p for p in RIGHT + WRONG if "," in p[0] and set(p[0]) & set("([{") and "{,}" not in p[0]
+]
+
+
+@pytest.mark.parametrize(("gold", "answer"), SEQUENCES)
+def test_math_verify_agrees_on_sequences(gold, answer):
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    gold_read, answer_read = (
+        parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=None)
+        for text in (gold, answer)
+    )
+    ours = quick_verdict(gold, answer)
+    assert verify(gold_read, answer_read, timeout_seconds=None) is ours
 
 
 @given(st.text(alphabet="0123456789.,-+/%$ \\{}()=xAcmfrat°^e−", max_size=40), st.text(max_size=20))

@@ -15,6 +15,7 @@ GRADER = textwrap.dedent("""
     import ctypes, os, signal, socket, subprocess, time
 
     def setup(value):
+        print("text at the start", flush=True)
         if value == "broken":
             raise OSError("cannot set up")
 
@@ -94,6 +95,24 @@ def test_each_kind_of_failure_costs_its_item_only(make_pool, tmp_path):
     assert "a mistake of the grader" in outcomes[5 + 4 * 6].detail
     assert len(pool.process_ids()) == 2
     assert values(pool, [1.0, 2.0, 3.0]) == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "limits"),
+    [
+        ("spin", Limits(cpu_seconds=0.2, wall_seconds=100.0)),
+        ("power", Limits(cpu_seconds=0.2, wall_seconds=100.0)),
+        ("sleep", Limits(cpu_seconds=100.0, wall_seconds=1.0)),
+    ],
+)
+def test_processor_time_and_wall_clock_are_separate_limits(make_pool, kind, limits):
+    pool = make_pool(workers=1, limits=limits)
+    outcomes = pool.grade([("value", 1.0), (kind, None), ("value", 2.0)])
+    assert [(o.kind, o.value) for o in outcomes] == [
+        ("score", 1.0),
+        ("timeout", None),
+        ("score", 2.0),
+    ]
 
 
 def test_what_a_grader_prints_does_not_mix_with_its_answers(make_pool):

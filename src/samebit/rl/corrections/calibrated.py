@@ -6,7 +6,9 @@ lose their gradient and go unpunished. A BF16 shadow pass tells how many *should
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,6 +62,17 @@ class Correction(api.Correction):
             shadow = shadow_T[mask_T].double()
             advantage = batch.advantage_T[mask_T].double()
         return Correction(self.config, calibrate(ratio, shadow, advantage, lower, upper))
+
+    def state(self) -> dict[str, Any]:
+        """The calibrated bounds."""
+        return {} if self.calibrated is None else {"calibrated": list(self.calibrated)}
+
+    def with_state(self, state: Mapping[str, Any]) -> Correction:
+        """A copy with bounds that `state` returned."""
+        if "calibrated" not in state:
+            return self
+        lower, upper = state["calibrated"]
+        return Correction(self.config, (lower, upper))
 
     def weights(self, batch: TokenBatch) -> Weights:
         """Ones, with the bounds in force as metrics."""

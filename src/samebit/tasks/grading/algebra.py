@@ -54,7 +54,10 @@ class _Library:
     def _read(self, text: str) -> Any:
         """Return what math-verify reads, an empty list where it cannot read the text."""
         return self._parse(
-            f"${text}$", [self._config], fallback_mode="no_fallback", parsing_timeout=None
+            f"${text}$",
+            [self._config],
+            fallback_mode="no_fallback",
+            parsing_timeout=None,  # type: ignore[arg-type]
         )
 
     def equal(self, gold: str, answer: str) -> bool:

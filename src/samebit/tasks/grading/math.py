@@ -51,6 +51,10 @@ class MathGrader:
         verdicts = self._verdicts({item for items in questions for item in items})
         return [self._combine(items, verdicts, stats) for items in questions]
 
+    def process_ids(self) -> list[int]:
+        """Return the ids of the workers now alive."""
+        return self._pool.process_ids()
+
     def close(self) -> None:
         """End the workers."""
         self._pool.close()

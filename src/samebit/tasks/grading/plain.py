@@ -14,6 +14,7 @@ MAX_DIGITS = 1_000
 MAX_EXPONENT = 400
 MAX_DEPTH = 50
 UNIT_CHARACTERS = 80
+MAX_ELEMENTS = 200
 
 _DASHES = str.maketrans({"−": "-", "–": "-", "﹣": "-", "－": "-", "∶": ":", "　": " "})
 _SPACES = r"(?:[ \t\u00a0\u2009\u202f]|\\[,;:! ]|~)"
@@ -48,6 +49,7 @@ _PLAIN = re.compile(
     re.ASCII,
 )
 _LETTER_UNIT = re.compile(r"(?<= )([mgshlL])\s*(\^\s*\{?\s*-?\d\s*\}?|[²³])?$")
+_BRACKETS = re.compile(r"(\(|\[|\\\{)\s*([^()\[\]]*?)\s*(\)|\]|\\\})", re.DOTALL)
 _VARIABLE = re.compile(r"([A-Za-z])\s*=\s*(?=[^=])")
 _DIGIT_GAP = re.compile(rf"(?<=\d)(?:{_SPACES}|\s)+(?=\d)", re.ASCII)
 _SPACED_DIGITS = re.compile(rf"\d{_SPACES}+\d", re.ASCII)
@@ -231,6 +233,9 @@ def quick_verdict(gold: str, answer: str, tolerance: float = 0.0) -> bool | None
     numbers = _two_numbers(left.text, right.text)
     if numbers is not None:
         return close(*numbers, tolerance)
+    sequences = _sequence(left.text), _sequence(right.text)
+    if sequences[0] and sequences[1] and sequences[0][0] == sequences[1][0]:
+        return sequences[0] == sequences[1]
     if len(left.text) == len(right.text) == 1 and (left.text + right.text).isalpha():
         return False
     if not is_algebra(left.text) or not is_algebra(right.text):
@@ -250,6 +255,22 @@ def _two_numbers(gold: str, answer: str) -> tuple[Fraction, Fraction] | None:
     if values[0] is None or values[1] is None:
         return None
     return values[0], values[1]
+
+
+def _sequence(text: str) -> tuple[str, object] | None:
+    r"""Return the brackets and the values of a list of plain numbers, or None.
+
+    `(...)`, `[...]` and half-open ones keep order; `\{...\}` and a bare list are sets.
+    """
+    match = _BRACKETS.fullmatch(text)
+    kind, inside = (match.group(1) + match.group(3), match.group(2)) if match else ("", text)
+    pieces = inside.split(",")
+    if len(pieces) < 2 or len(pieces) > MAX_ELEMENTS:
+        return None
+    values = [plain_number(piece) for piece in pieces]
+    if None in values:
+        return None
+    return kind, frozenset(values) if kind in ("", r"\{\}") else tuple(values)
 
 
 def is_algebra(text: str) -> bool:

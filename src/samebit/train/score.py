@@ -1,0 +1,74 @@
+"""Forwards of a packed rollout: the policy's own, the reference's and the BF16 shadow's log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from samebit.layers.functional import gather_rows
+from samebit.models.decoder import Decoder
+from samebit.reference.sampling import Transform
+from samebit.train.pack import PackedBatch
+
+Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""(log-probs, entropies, values or None) of a pack's completion tokens, FP32 [C]."""
+
+
+@dataclass
+class Scores:
+    """Per-token values of a rollout before any update, FP32 [all completion tokens] or None.
+
+    old: the proximal log-probs; None when the first forward's own are meant (one update, mixed).
+    shadow_old: the old policy's in BF16, on steps that calibrate.
+    """
+
+    old: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
+    shadow_old: torch.Tensor | None = None
+    value: torch.Tensor | None = None
+
+
+class Scorer:
+    """Runs the training forward of the policy (and its critic), the reference and the shadow."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        value: nn.Linear | None,
+        reference: Decoder | None,
+        shadow: Decoder | None,
+        transform: Transform,
+    ):
+        self.model, self.value = model, value
+        self.reference, self.shadow, self.transform = reference, shadow, transform
+
+    def forward(self, model: Decoder, batch: PackedBatch) -> Outputs:
+        """The training forward of `model`, differentiable."""
+        hidden = model(batch.ids, batch.layout, "train")
+        rows = gather_rows(hidden, batch.predicting, model.ops)
+        logp, entropy = model.log_prob(rows, batch.targets, self.transform)
+        value = None
+        if self.value is not None and model is self.model:
+            value = self.value(rows.float())[:, 0]
+        return logp, entropy, value
+
+    @torch.no_grad()
+    def score(self, model: Decoder, batches: Sequence[PackedBatch]) -> list[Outputs]:
+        """`forward` of every batch without gradient."""
+        return [self.forward(model, batch) for batch in batches]
+
+    def log_probs(self, model: Decoder, batches: Sequence[PackedBatch]) -> torch.Tensor:
+        """Log-probs of every token of `batches`, FP32, without gradient."""
+        return torch.cat([logp for logp, _, _ in self.score(model, batches)])
+
+    def shadow_log_probs(self, batches: Sequence[PackedBatch]) -> torch.Tensor:
+        """The present masters run in BF16."""
+        assert self.shadow is not None
+        with torch.no_grad():
+            for mine, its in zip(self.model.parameters(), self.shadow.parameters(), strict=True):
+                its.copy_(mine)
+        self.shadow.refresh()
+        return self.log_probs(self.shadow, batches)
