@@ -43,6 +43,7 @@ TILES = {
     "m128x128d2g": _tile(128, 128, 2, 6, 1, 2, ring=False),
     "m128x128d2w": _tile(128, 128, 2, 6, 1, 2),
     "m128x128h2": _tile(128, 128, 2, 3, 2, 2),
+    "m128x128h2g16": _tile(128, 128, 2, 3, 2, 2, group=16),
     "m192x128": _tile(192, 128, 3, 4, 1, 1),
     "m192x128g4": _tile(192, 128, 3, 4, 1, 1, group=4),
     "m256x128": _tile(256, 128, 4, 3, 1, 1),
@@ -70,7 +71,8 @@ CANDIDATES = {
     "fp8_row": [*_SOME, [None, ["m128x128s6", "m192x128", "m192x128g4"]]],
     "int8": [*_SOME, [None, ["m128x128s6", "m192x128", "m256x128", "m128x256"]]],
     "bf16": [*_SOME, [None, ["m128x256", "m128x128s6"]]],
-    "fp8_wgrad": [[None, ["m128x128h2", "m128x128d2w", "m192x128"]]],
+    "fp8_wgrad": [[None, ["m128x128h2", "m128x128h2g16", "m128x128d2w", "m192x128"]]],
+    "fp8_wgrad_xblock": [[None, ["m128x128h2", "m128x128d2w", "m192x128"]]],
 }
 """Per operator: [largest number of rows, tile names to try]."""
 
@@ -85,13 +87,14 @@ SHAPES = {
 """(outputs, K). w_: weight gradients, K = tokens. dx_: input gradients. smol_: SmolLM2-135M as
 stored; q06_: Qwen3-0.6B."""
 
+_WGRAD = ("fp8_wgrad", "fp8_wgrad_xblock")
 _BIG = ("qkv", "o", "gate_up", "down")
 _FORWARD = ("fp8_block", "fp8_row", "int8", "bf16")
 BUCKETS = [
     *((s, 8192, _FORWARD) for s in _BIG),
-    ("w_o", 4096, ("fp8_wgrad",)),
-    ("w_gate_up", 24576, ("fp8_wgrad",)),
-    ("w_down", 4096, ("fp8_wgrad",)),
+    ("w_o", 4096, _WGRAD),
+    ("w_gate_up", 24576, _WGRAD),
+    ("w_down", 4096, _WGRAD),
     *((s, m, _FORWARD) for m in (16, 64, 128, 512) for s in _BIG),
     *((s, m, ("fp8_block",)) for m in (32, 256, 1024, 4096) for s in _BIG),
     *((s, 8192, ("fp8_block",)) for s in ("dx_qkv", "dx_gate_up", "dx_down")),
@@ -109,29 +112,29 @@ class Case:
     rows: int
     outputs: int
     depth: int
-    x_MK: torch.Tensor
+    x: torch.Tensor
     weights: list[torch.Tensor]
     x_scale: torch.Tensor | None = None
     w_scale: torch.Tensor | None = None
     out: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        dtype = torch.float32 if self.operator == "fp8_wgrad" else torch.bfloat16
+        dtype = torch.float32 if self.operator.startswith("fp8_wgrad") else torch.bfloat16
         self.out = torch.empty(self.rows, self.outputs, device="cuda", dtype=dtype)
 
     def launches(self, tile: Tile | None) -> list:
         """One call per weight copy; tile None is the shipped table's choice."""
         if self.operator == "bf16":
             return [
-                lambda w=w: bf16_gemm(self.x_MK, w, self.out, n=self.outputs, tile=tile)
+                lambda w=w: bf16_gemm(self.x, w, self.out, n=self.outputs, tile=tile)
                 for w in self.weights
             ]
         function = {
             "fp8_block": fp8_block_gemm, "fp8_row": fp8_row_gemm, "int8": int8_gemm,
-            "fp8_wgrad": fp8_block_wgrad,
+            "fp8_wgrad": fp8_block_wgrad, "fp8_wgrad_xblock": fp8_block_wgrad,
         }[self.operator]  # fmt: skip
         return [
-            lambda w=w: function(self.x_MK, self.x_scale, w, self.w_scale, self.out, tile=tile)
+            lambda w=w: function(self.x, self.x_scale, w, self.w_scale, self.out, tile=tile)
             for w in self.weights
         ]
 
@@ -154,8 +157,9 @@ def make_case(operator: str, shape: str, rows: int, copies: int) -> Case:
     x_scale = w_scale = None
     if operator == "fp8_block":
         x_scale, w_scale = _scales(groups, rows).T, _scales(outputs // 128, groups)
-    elif operator == "fp8_wgrad":
-        x_scale, w_scale = _scales(groups, rows).T, _scales(groups, outputs).T
+    elif operator.startswith("fp8_wgrad"):
+        columns = outputs // 128 if operator.endswith("xblock") else outputs
+        x_scale, w_scale = _scales(groups, rows).T, _scales(groups, columns).T
     elif operator != "bf16":
         x_scale, w_scale = _scales(rows), _scales(outputs)
     weights = [_codes(outputs, depth, operator) for _ in range(copies)]
@@ -171,7 +175,7 @@ def library_fp8(case: Case) -> dict[str, list]:
         row, column = case.x_scale[:, None], case.w_scale[None, :]
         return {
             "cublas_row": [
-                lambda w=w: torch._scaled_mm(case.x_MK, w.t(), row, column, out_dtype=out_dtype)
+                lambda w=w: torch._scaled_mm(case.x, w.t(), row, column, out_dtype=out_dtype)
                 for w in case.weights
             ]
         }
@@ -180,7 +184,7 @@ def library_fp8(case: Case) -> dict[str, list]:
 
         def block(w):
             return scaled_mm(
-                case.x_MK, w.t(), case.x_scale, ScalingType.BlockWise1x128, case.w_scale.t(),
+                case.x, w.t(), case.x_scale, ScalingType.BlockWise1x128, case.w_scale.t(),
                 ScalingType.BlockWise128x128, output_dtype=out_dtype,
             )  # fmt: skip
 

@@ -105,10 +105,10 @@ def hopper_gemm(
         hold = math.gcd(hold, steps, span if mode == plain.ROW else steps)
     stages = tile.stages * tile.hold // hold
     a, b, sa, sb, a_vector, b_vector = x_MK, w_NK, x_scale, w_scale, True, w_scale_rows == 1
-    rows, cols, strides = M, N, out_MN.stride()
+    rows, cols = M, N
     if tile.swap:
         a, b, sa, sb, a_vector, b_vector = b, a, sb, sa, b_vector, a_vector
-        rows, cols, strides = N, M, strides[::-1]
+        rows, cols = N, M
     sa = out_MN if sa is None else sa
     sb = out_MN if sb is None else sb
     ring = tile.ring and mode == plain.BLOCK
@@ -124,13 +124,14 @@ def hopper_gemm(
         _scale_descriptor(sa, a_source, min(tile.rows, 64), a_desc),
         _scale_descriptor(sb, b_source, max(tile.columns, 32), a_desc),
         _descriptor(out_MN, 64, tile.columns) if tma_out else a_desc,
-        out_MN, sa, sb, out_MN if bias_N is None else bias_N, rows, cols, steps, *strides,
+        out_MN, sa, sb, out_MN if bias_N is None else bias_N, rows, cols, steps, out_MN.stride(0),
         sa.stride(0), sa.stride(1) if sa.ndim > 1 else 0,
         sb.stride(0), sb.stride(1) if sb.ndim > 1 else 0,
         MODE=mode, SWAP=tile.swap, A_SCALE=a_source, B_SCALE=b_source, BM=tile.rows,
         BN=tile.columns, CONSUMERS=tile.consumers, STAGES=stages, HOLD=hold, DEPTH=depth,
         REST=steps % depth, SPAN=max(span // hold, 1), GROUP_ROWS=tile.group,
-        HAS_BIAS=bias_N is not None, ADD=add, TMA_OUT=tma_out, WHOLE=cols % 16 == 0,
+        HAS_BIAS=bias_N is not None, ADD=add, TMA_OUT=tma_out, 
+        WHOLE=not tile.swap and N % 16 == 0 and tma_ready(out_MN),
         num_warps=4, maxnreg=tile.registers, enable_fp_fusion=False,
     )  # fmt: skip
     return out_MN

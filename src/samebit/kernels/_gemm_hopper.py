@@ -189,9 +189,16 @@ def _finish(p, acc, row, col, row_end, WHICH: gl.constexpr, LAYOUT: gl.constexpr
             # Said in a form the compiler sees: neighbouring columns share their mask.
             end = p.cols // 16 * 16
         inside = gl.expand_dims(rows < row_end, 1) & gl.expand_dims(cols < end, 0)
-        row_offsets = gl.expand_dims(rows.to(gl.int64) * p.stride_or, 1)
-        col_offsets = gl.expand_dims(cols.to(gl.int64) * p.stride_oc, 0)
+        # Outputs are contiguous; `stride_out` is the distance between tokens.
+        if cfg.SWAP:
+            row_offsets = gl.expand_dims(rows.to(gl.int64), 1)
+            col_offsets = gl.expand_dims(cols.to(gl.int64) * p.stride_out, 0)
+        else:
+            row_offsets = gl.expand_dims(rows.to(gl.int64) * p.stride_out, 1)
+            col_offsets = gl.expand_dims(cols.to(gl.int64), 0)
         pointers = p.out_ptr + (row_offsets + col_offsets)
+        if cfg.WHOLE:
+            pointers = gl.multiple_of(pointers, [16, 16])
         if cfg.ADD:
             value = value + gl.load(pointers, mask=inside, other=0.0)
         gl.store(pointers, value, mask=inside)
@@ -328,7 +335,7 @@ def _consume(p, WHICH: gl.constexpr):
 @gluon.jit(do_not_specialize=["rows", "cols", "steps", "stride_sag", "stride_sbg"])
 def hopper_gemm_kernel(
     a_desc, b_desc, sa_desc, sb_desc, out_desc, out_ptr, sa_ptr, sb_ptr, bias_ptr,
-    rows, cols, steps, stride_or, stride_oc, stride_sar, stride_sag, stride_sbc, stride_sbg,
+    rows, cols, steps, stride_out, stride_sar, stride_sag, stride_sbc, stride_sbg,
     MODE: gl.constexpr, SWAP: gl.constexpr, A_SCALE: gl.constexpr, B_SCALE: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     HOLD: gl.constexpr, DEPTH: gl.constexpr, REST: gl.constexpr, SPAN: gl.constexpr,
@@ -367,7 +374,7 @@ def hopper_gemm_kernel(
         (a_desc, b_desc, sa_desc, sb_desc, out_desc),
         (out_ptr, sa_ptr, sb_ptr, bias_ptr),
         (gl.to_tensor(rows), gl.to_tensor(cols), steps),
-        (gl.to_tensor(stride_or), gl.to_tensor(stride_oc), gl.to_tensor(stride_sar), stride_sag,
+        (gl.to_tensor(stride_out), gl.to_tensor(stride_sar), stride_sag,
          gl.to_tensor(stride_sbc), stride_sbg),
         (a_bufs, b_bufs, sa_bufs, sb_bufs, out_bufs),
         (full, empty),

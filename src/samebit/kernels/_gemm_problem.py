@@ -38,7 +38,7 @@ class Config:
     HAS_BIAS: gl.constexpr
     ADD: gl.constexpr
     TMA_OUT: gl.constexpr
-    WHOLE: gl.constexpr  # the number of columns is a multiple of 16
+    WHOLE: gl.constexpr  # columns a multiple of 16, rows of `out` aligned
 
     @gluon.constexpr_function
     def __init__(self, MODE, SWAP, A_SCALE, B_SCALE, BM, BN, CONSUMERS, STAGES, HOLD, DEPTH, REST,
@@ -79,8 +79,7 @@ class Problem:
     rows: gl.tensor
     cols: gl.tensor
     steps: gl.tensor
-    stride_or: gl.tensor
-    stride_oc: gl.tensor
+    stride_out: gl.tensor
     stride_sar: gl.tensor
     stride_sag: gl.tensor
     stride_sbc: gl.tensor
@@ -99,8 +98,8 @@ class Problem:
         self.a_desc, self.b_desc, self.sa_desc, self.sb_desc, self.out_desc = descs
         self.out_ptr, self.sa_ptr, self.sb_ptr, self.bias_ptr = ptrs
         self.rows, self.cols, self.steps = sizes
-        self.stride_or, self.stride_oc = strides[0], strides[1]
-        self.stride_sar, self.stride_sag = strides[2], strides[3]
-        self.stride_sbc, self.stride_sbg = strides[4], strides[5]
+        self.stride_out = strides[0]
+        self.stride_sar, self.stride_sag = strides[1], strides[2]
+        self.stride_sbc, self.stride_sbg = strides[3], strides[4]
         self.a_bufs, self.b_bufs, self.sa_bufs, self.sb_bufs, self.out_bufs = bufs
         self.full, self.empty = bars
