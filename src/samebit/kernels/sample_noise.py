@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from samebit.kernels.quantize_common import NATIVE
+
 
 @triton.jit
 def mix(x):
@@ -29,11 +31,22 @@ def noise_word(ids, low, high):
 
 
 @triton.jit
+def _log(x):
+    """Natural logarithm, the hardware's approximation (about 22 bits of log2)."""
+    if NATIVE:
+        log2 = tl.inline_asm_elementwise(
+            "lg2.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+        return log2 * 0.6931471805599453
+    else:
+        return tl.log(x)
+
+
+@triton.jit
 def gumbel(word):
     """The Gumbel variate of a noise word."""
     top = (word >> 9).to(tl.int32)
     u = (top.to(tl.float32) + 0.5) * 1.1920928955078125e-07
     rest = ((8388607 - top).to(tl.float32) + 0.5) * 1.1920928955078125e-07
     series = rest * (1.0 + rest * (0.5 + rest * (0.3333333333333333 + rest * 0.25)))
-    exponential = tl.where(rest < 0.015625, series, -tl.log(u))
-    return -tl.log(exponential)
+    return -_log(tl.where(rest < 0.015625, series, -_log(u)))
