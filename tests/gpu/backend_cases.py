@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 
 from samebit import reference
-from samebit.config import RolloutConfig
+from samebit.config import Config, RolloutConfig, TaskSection, TrainConfig
 from samebit.engine.native import Engine
 from samebit.layers.functional import gather_rows
 from samebit.models.config import ModelConfig
@@ -28,8 +28,10 @@ from samebit.quant.ops import get_ops
 from samebit.quant.plan import load_recipe
 from samebit.reference.sampling import Transform
 from samebit.rl.mismatch import differing
+from samebit.rl.registry import load_algorithm, load_correction
 from samebit.spec import FP8_BLOCK, FP8_ROW, FP8_TOKEN_GROUP, INT8_ROW, Gemm, Precision
 from samebit.train.pack import PackedBatch, pack
+from samebit.train.step import Trainer
 from samebit.types import Group, Prompt, Sampling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -152,6 +154,23 @@ def gradients(config: ModelConfig, recipe: str) -> dict[str, object]:
     }
 
 
+def trainer(config: ModelConfig, recipe: str) -> dict[str, object]:
+    """Three steps of the trainer itself on random rewards: its own mismatch metrics are 0."""
+    model = random_model(config, recipe, DEVICE)
+    settings = Config(model="random", task=TaskSection(name="none"), train=TrainConfig(steps=3, micro_batch_tokens=700))
+    algorithm, correction = load_algorithm("grpo", {}), load_correction("none", {})
+    learner = Trainer(model, settings, algorithm, correction)
+    differing_tokens, norms = [], []
+    for step in range(3):
+        groups = rollout(model, [5, 140, 33, 260], 4, 12)
+        groups = [replace(g, rewards=(0.0, 1.0, float(step), 0.5)) for g in groups]
+        metrics = learner.step(groups)
+        differing_tokens.append(metrics["mismatch/tokens_differing"])
+        norms.append(round(metrics["train/grad_norm"], 4))
+    ok = not any(differing_tokens) and all(0 < n < 1e6 for n in norms)
+    return {"differing": differing_tokens, "norms": norms, "ok": ok}
+
+
 def deterministic(config: ModelConfig, recipe: str) -> dict[str, object]:
     """Two backward passes of one batch give the same bits."""
     model = random_model(config, recipe, DEVICE)
@@ -232,6 +251,7 @@ def cases() -> dict[str, Callable[[], dict[str, object]]]:
             out[f"parity/{model}/{recipe}"] = lambda m=model, r=recipe: parity(MODELS[m], r)
     for recipe in RECIPES:
         out[f"gradients/qwen3/{recipe}"] = lambda r=recipe: gradients(MODELS["qwen3"], r)
+        out[f"trainer/qwen2/{recipe}"] = lambda r=recipe: trainer(MODELS["qwen2"], r)
         out[f"deterministic/llama/{recipe}"] = lambda r=recipe: deterministic(MODELS["llama"], r)
     for recipe in RECIPES:
         out[f"parity/smollm2/{recipe}"] = lambda r=recipe: parity(MODELS["smollm2"], r, 16)

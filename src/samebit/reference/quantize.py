@@ -16,7 +16,8 @@ from samebit.spec import Precision
 def scale_of(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
     """FP32 scales from FP32 amax: positive and finite, or NaN where amax is not finite."""
     assert fmt.max is not None
-    scale = amax.clamp(min=AMAX_FLOOR) / fmt.max
+    # a tensor divisor: by a Python number, CUDA multiplies by the reciprocal instead of dividing
+    scale = amax.clamp(min=AMAX_FLOOR) / amax.new_full((), fmt.max)
     return scale.masked_fill(~torch.isfinite(amax), float("nan"))
 
 
