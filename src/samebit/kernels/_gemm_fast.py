@@ -122,7 +122,7 @@ def hopper_gemm(
     assert stages <= 32, "the kernel keeps 32 barriers"
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(cols, tile.columns)
     grid = (min(tiles, _sm_count(out_MN.device.index or 0) * tile.per_sm),)
-    hopper_gemm_kernel[grid](
+    hopper_gemm_kernel[grid](  # pyright: ignore[reportIndexIssue]
         a_desc, _descriptor(b, tile.columns, step),
         _scale_descriptor(sa, a_source, min(tile.rows, 64), a_desc),
         _scale_descriptor(sb, b_source, max(tile.columns, 32), a_desc),
@@ -133,7 +133,7 @@ def hopper_gemm(
         MODE=mode, SWAP=tile.swap, A_SCALE=a_source, B_SCALE=b_source, BM=tile.rows,
         BN=tile.columns, CONSUMERS=tile.consumers, STAGES=stages, HOLD=hold, DEPTH=depth,
         REST=steps % depth, SPAN=max(span // hold, 1), GROUP_ROWS=tile.group,
-        HAS_BIAS=bias_N is not None, ADD=add, TMA_OUT=tma_out, 
+        HAS_BIAS=bias_N is not None, ADD=add, TMA_OUT=tma_out,
         WHOLE=not tile.swap and N % 16 == 0 and tma_ready(out_MN),
         num_warps=4, maxnreg=tile.registers, enable_fp_fusion=False,
     )  # fmt: skip
