@@ -122,6 +122,8 @@ def build_table(records: list[dict]) -> dict:
         if operator.endswith("xblock"):
             continue
         mine = [r for r in records if r["operator"] == operator]
+        if not mine:
+            continue
         shapes: dict = {}
         default = []
         buckets = sorted({r["rows"] for r in mine})

@@ -142,6 +142,10 @@ def test_scales_with_any_strides_give_the_same_bits():
     x, xs, w, ws = operands("fp8_block", 200, 256, 640)
     expected = fp8_block_gemm(x, xs, w, ws)
     assert torch.equal(bits(expected), bits(fp8_block_gemm(x, xs.contiguous(), w, ws)))
+    for pitch in (201, 202, 203, 204):
+        padded = torch.full((5, pitch), float("nan"), device="cuda")
+        padded[:, :200] = xs.T
+        assert torch.equal(bits(expected), bits(fp8_block_gemm(x, padded[:, :200].T, w, ws)))
     assert torch.equal(
         bits(expected[3:]), bits(fp8_block_gemm(x[3:], xs[3:], w, ws.T.contiguous().T))
     )

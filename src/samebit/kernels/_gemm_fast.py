@@ -64,9 +64,12 @@ def tma_ready(tensor: torch.Tensor) -> bool:
 
 
 def _scale_source(scale: torch.Tensor, vector: bool, ring: bool) -> int:
+    """Through the ring only if every group's row of scales starts on 16 bytes: the copy engine
+    stops with an illegal instruction otherwise."""
     if not vector:
         return NONE.value
-    if ring and scale.ndim == 2 and scale.stride(0) == 1 and scale.data_ptr() % 16 == 0:
+    aligned = scale.ndim == 2 and scale.stride(0) == 1 and scale.data_ptr() % 16 == 0
+    if ring and aligned and (scale.stride(1) % 4 == 0 or scale.shape[1] == 1):
         return RING.value
     return GLOBAL.value
 
@@ -119,7 +122,7 @@ def hopper_gemm(
     assert stages <= 32, "the kernel keeps 32 barriers"
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(cols, tile.columns)
     grid = (min(tiles, _sm_count(out_MN.device.index or 0) * tile.per_sm),)
-    hopper_gemm_kernel[grid](
+    hopper_gemm_kernel[grid](  # pyright: ignore[reportIndexIssue]
         a_desc, _descriptor(b, tile.columns, step),
         _scale_descriptor(sa, a_source, min(tile.rows, 64), a_desc),
         _scale_descriptor(sb, b_source, max(tile.columns, 32), a_desc),
@@ -130,7 +133,7 @@ def hopper_gemm(
         MODE=mode, SWAP=tile.swap, A_SCALE=a_source, B_SCALE=b_source, BM=tile.rows,
         BN=tile.columns, CONSUMERS=tile.consumers, STAGES=stages, HOLD=hold, DEPTH=depth,
         REST=steps % depth, SPAN=max(span // hold, 1), GROUP_ROWS=tile.group,
-        HAS_BIAS=bias_N is not None, ADD=add, TMA_OUT=tma_out, 
+        HAS_BIAS=bias_N is not None, ADD=add, TMA_OUT=tma_out,
         WHOLE=not tile.swap and N % 16 == 0 and tma_ready(out_MN),
         num_warps=4, maxnreg=tile.registers, enable_fp_fusion=False,
     )  # fmt: skip

@@ -108,7 +108,7 @@ def plain_gemm(
     sa = a_scale if a_scale is not None else out_MN
     sb = b_scale if b_scale is not None else out_MN
     grid = (triton.cdiv(M, tile[0]), triton.cdiv(N, tile[1]))
-    plain_gemm_kernel[grid](
+    plain_gemm_kernel[grid](  # pyright: ignore[reportIndexIssue]
         a_MK, b_NK, out_MN, sa, sb, bias_N if bias_N is not None else out_MN,
         M, N, K,
         a_MK.stride(0), b_NK.stride(0), out_MN.stride(0), out_MN.stride(1),

@@ -27,7 +27,8 @@ def fp8_block_gemm(
     """bf16 [M, n]: acc = fma(dot128, fl(sx * sw), acc), K blocks in order, + bias, rounded once.
 
     x_MK: e4m3 codes [M, K], K a multiple of 128. x_scale_MG: float32 [M, K / 128], any strides; the
-    physical layout to write is [K / 128, M] (that is stride(0) == 1), the fastest one to read.
+    physical layout to write is [K / 128, P], P >= M a multiple of 4 (so stride(0) == 1): it comes by
+    TMA; any other gives the same bits more slowly.
     w_NK: e4m3 codes [Np, K], Np a multiple of 128. w_scale: float32 [Np / 128, K / 128].
     n: real outputs (default Np); bias_N: bf16 [n], added in FP32. A row's bits depend on nothing
     but the row and the weights. tile: instead of the tuned one, for tests and tuning; it never

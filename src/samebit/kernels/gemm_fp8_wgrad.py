@@ -24,7 +24,7 @@ def fp8_block_wgrad(
     dy_NT, x_KT: e4m3 codes [N, Tp] and [K, Tp], transposed, Tp a multiple of 128 (each token group
     padded with zero codes). dy_scale_NG: float32 [N, Tp / 128]; x_scale_KG: float32 [K, Tp / 128],
     or [ceil(K / 128), Tp / 128] for one scale per 128x128 block (faster: no product of scales per
-    element). Any strides; the physical layout to write is [Tp / 128, N] and [Tp / 128, K]
+    element). Any strides; the physical layout to write is [Tp / 128, P], P a multiple of 4
     (stride(0) == 1). accumulate: `out` (required) is read and the product added to it, one FP32
     rounding. Deterministic. tile: instead of the tuned one; it never changes the bits.
     """
