@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from samebit.kernels.quantize_common import tree_sum
+from samebit.kernels.quantize_common import NATIVE, tree_sum
 
 VOCAB_TILE = 128
 """Ids per log-sum-exp part: part of the numerics."""
@@ -109,6 +109,10 @@ def tile_scaled_logits(
     for k in range(0, K, BLOCK_K):
         hidden = hidden_desc.load([first_token, k])
         weight = weight_desc.load([first_id, k])
+        if not NATIVE:
+            # The interpreter multiplies the bit patterns of BF16.
+            hidden = hidden.to(tl.float32)
+            weight = weight.to(tl.float32)
         if SWAP:
             acc = tl.dot(weight, hidden.T, acc)
         else:

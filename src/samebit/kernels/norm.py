@@ -65,7 +65,7 @@ def row_rstd(x, K, eps, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
     """1/sqrt(mean(x^2) + eps), [1, 1], of one row tile [groups, 128] padded with zeros."""
     total = row_sum(x * x, GROUPS, BLOCK)
     mean = tl.div_rn(total, tl.full((1, 1), 0.0, tl.float32) + K)
-    return tl.div_rn(tl.full((1, 1), 1.0, tl.float32), tl.sqrt_rn(mean + eps))
+    return tl.div_rn(tl.full((1, 1), 1.0, tl.float32), tl.sqrt_rn(mean + tl.cast(eps, tl.float32)))
 
 
 @triton.jit

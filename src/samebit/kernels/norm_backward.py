@@ -37,8 +37,8 @@ def _rms_norm_backward_kernel(
     weight = tl.load(weight_ptr + k, mask=inside, other=0.0).to(tl.float32)
     dweight = tl.zeros((GROUPS, BLOCK), dtype=tl.float32)
     first = program * rows
-    for row in range(first, tl.minimum(first + rows, T)):
-        t = row.to(tl.int64)
+    for i in range(0, tl.minimum(rows, T - first)):
+        t = (first + i).to(tl.int64)
         x = tl.load(x_ptr + t * x_stride + k, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + t * K + k, mask=inside, other=0.0).to(tl.float32)
         rstd = row_rstd(x, K, eps, GROUPS, BLOCK)

@@ -42,8 +42,8 @@ def _rope_backward_kernel(
     dweight1 = tl.zeros((HALF,), dtype=tl.float32)
     dweight2 = tl.zeros((HALF,), dtype=tl.float32)
     first = program * rows
-    for row in range(first, tl.minimum(first + rows, T)):
-        t = row.to(tl.int64)
+    for i in range(0, tl.minimum(rows, T - first)):
+        t = (first + i).to(tl.int64)
         position = tl.load(positions_ptr + t).to(tl.int64)
         cos = tl.load(cos_ptr + position * HALF + d)
         sin = tl.load(sin_ptr + position * HALF + d)
