@@ -85,9 +85,7 @@ def test_backward(one_pass):
             same_bits(a, b) for a, b in zip(parts.combine(True), (logp, lse, entropy), strict=True)
         )
     total = torch.ones_like(results[0][1])
-    head_log_prob_backward(
-        hidden, weight, target, inverse, lse, gradient, vocab, dweight_VK=total
-    )
+    head_log_prob_backward(hidden, weight, target, inverse, lse, gradient, vocab, dweight_VK=total)
     torch.testing.assert_close(total, results[0][1] + 1.0, rtol=1e-5, atol=1e-5)
 
 

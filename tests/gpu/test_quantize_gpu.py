@@ -16,6 +16,7 @@ from samebit.kernels.quantize_common import (
     int8_code,
     magnitude_bits,
     quotient,
+    reciprocal,
     round_to_bf16,
     scale_from_bits,
 )
@@ -54,6 +55,35 @@ def test_casts_of_every_fp32_value(part):
 
 
 @triton.jit
+def _scale_kernel(bits_ptr, e4m3_ptr, int8_ptr, inverse_ptr, WIDTH: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    bits = tl.load(bits_ptr + i)
+    tl.store(e4m3_ptr + i, scale_from_bits(bits, E4M3_LARGEST))
+    tl.store(int8_ptr + i, scale_from_bits(bits, INT8_LARGEST))
+    tl.store(inverse_ptr + i, reciprocal(bits.to(tl.float32, bitcast=True)))
+
+
+@pytest.mark.parametrize("part", range(0, 16, 4))
+def test_scales_and_reciprocals_of_every_positive_fp32_value(part):
+    for piece in range(part, part + 4):
+        first = piece * SIZE
+        bits = torch.arange(first, first + SIZE, device="cuda", dtype=torch.int64).to(torch.int32)
+        e4m3, int8, inverse = (torch.empty(SIZE, device="cuda") for _ in range(3))
+        _scale_kernel[(SIZE // 1024,)](bits, e4m3, int8, inverse, WIDTH=1024, **NUMERIC_OPTIONS)
+        amax = bits.view(torch.float32)
+        finite = amax.isfinite()
+        floored = amax.clamp_min(2.0**-100)
+        for scale, largest in ((e4m3, 448.0), (int8, 127.0)):
+            # A tensor divisor: torch multiplies by the reciprocal of a scalar one.
+            expected = floored / torch.full_like(amax, largest)
+            assert torch.equal(torch.where(finite, scale, 0), torch.where(finite, expected, 0))
+            assert bool(scale[~finite].isnan().all())
+        used = (amax > 2.0**-110) & (amax < 2.0**125)
+        expected = torch.ones_like(amax) / amax
+        assert torch.equal(torch.where(used, inverse, 0), torch.where(used, expected, 0))
+
+
+@triton.jit
 def _quotient_kernel(
     x_ptr, amax_ptr, e4m3_ptr, int8_ptr, q_ptr, scale_ptr, columns, WIDTH: tl.constexpr
 ):
@@ -67,10 +97,17 @@ def _quotient_kernel(
     tl.store(q_ptr + i, q)
     tl.store(scale_ptr + row + tl.arange(0, 1)[:, None], scale)
     tl.store(e4m3_ptr + i, e4m3_code(q))
-    tl.store(int8_ptr + i, int8_code(quotient(x, scale_from_bits(magnitude_bits(amax), INT8_LARGEST))))
+    scale = scale_from_bits(magnitude_bits(amax), INT8_LARGEST)
+    tl.store(int8_ptr + i, int8_code(quotient(x, scale)))
 
 
 def _check_quotients(x, amax):
+    """Codes and scales of x and -x under every amax, against IEEE divisions."""
+    for signed in (x, -x):
+        _check_signed_quotients(signed, amax)
+
+
+def _check_signed_quotients(x, amax):
     rows, columns = amax.numel(), x.numel()
     assert columns % 1024 == 0
     e4m3 = torch.empty((rows, columns), dtype=torch.uint8, device="cuda")
@@ -101,7 +138,7 @@ def test_quotient_of_every_pair_of_bf16_values(part):
     bits = torch.arange(0x7F80, device="cuda", dtype=torch.int32).to(torch.int16)
     x = bits.view(torch.bfloat16).float()
     x = torch.cat([x, x.new_zeros(-x.numel() % 1024)])
-    for amax in x[: 0x7F80][part::4].split(1024):
+    for amax in x[:0x7F80][part::4].split(1024):
         _check_quotients(x, amax.contiguous())
 
 

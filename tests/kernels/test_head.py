@@ -49,9 +49,7 @@ def test_log_prob_does_not_depend_on_orientation_or_rows():
     inverse = inverse_temperature(1.0, 70, DEVICE)
     whole = head_log_prob(hidden, weight, target, inverse, 300, tile=NORMAL)
     for rows in (slice(0, 1), slice(13, 40)):
-        part = head_log_prob(
-            hidden[rows], weight, target[rows], inverse[rows], 300, tile=SWAPPED
-        )
+        part = head_log_prob(hidden[rows], weight, target[rows], inverse[rows], 300, tile=SWAPPED)
         if DEVICE == "cuda":
             assert same_bits(part[0], whole[0][rows]) and same_bits(part[1], whole[1][rows])
         else:
@@ -110,9 +108,7 @@ def test_sample_is_the_gumbel_argmax(tile):
         hidden, weight, inverse, samples, positions, seed, vocab_size, tile=tile
     )
     z, _ = exact(hidden, weight, vocab_size, 0.9)
-    noise = gumbel_of(
-        noise_words(seed, samples.cpu(), positions.cpu(), torch.arange(vocab_size))
-    )
+    noise = gumbel_of(noise_words(seed, samples.cpu(), positions.cpu(), torch.arange(vocab_size)))
     noise[5] = 0.0
     assert torch.equal(ids.cpu().long(), (z + noise).argmax(-1))
     trained = head_log_prob(hidden, weight, ids, inverse, vocab_size, tile=tile)

@@ -64,9 +64,7 @@ def test_weight_into_a_fused_buffer(N, K):
     assert equal(codes[128:], scale[1:], weight_blocks(w))
     assert bool((codes[:128].view(torch.uint8) == 7).all()) and bool((scale[0] == -1).all())
     assert torch.equal(transposed.view(torch.uint8), codes[128:].view(torch.uint8).t())
-    assert torch.equal(
-        transpose_codes(codes[128:]).view(torch.uint8), transposed.view(torch.uint8)
-    )
+    assert torch.equal(transpose_codes(codes[128:]).view(torch.uint8), transposed.view(torch.uint8))
 
 
 def test_token_groups_start_at_segments():

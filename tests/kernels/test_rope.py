@@ -57,9 +57,7 @@ def test_paged_write_equals_the_packed_one(fp8):
     )
     kv = torch.zeros((4, 8, G, D), device=DEVICE).to(packed.k.dtype)
     scales = torch.zeros((4, 8, G), device=DEVICE) if fp8 else None
-    paged = KeyValueStore(
-        kv, kv.clone(), scales, None if scales is None else scales.clone()
-    )
+    paged = KeyValueStore(kv, kv.clone(), scales, None if scales is None else scales.clone())
     slots = torch.tensor([3, 31, 8, 9, -1, 0, 1, 2, 17, 30, 22], device=DEVICE)
     q1, s1 = qk_norm_rope_store(
         q, k, v, POSITIONS, TABLE, paged, num_heads=H, slots_T=slots, norm_weights=weights
@@ -125,9 +123,7 @@ def test_backward(norm):
     a, b = y[..., : D // 2], y[..., D // 2 :]
     y = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
     (y * dy.cpu().double()).sum().backward()
-    torch.testing.assert_close(
-        dx.cpu().double(), x.grad.reshape(T, -1), rtol=2**-8, atol=1e-5
-    )
+    torch.testing.assert_close(dx.cpu().double(), x.grad.reshape(T, -1), rtol=2**-8, atol=1e-5)
     if norm:
         torch.testing.assert_close(dweight.cpu().double(), w.grad, rtol=1e-5, atol=1e-5)
 

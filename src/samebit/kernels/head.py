@@ -25,9 +25,7 @@ from samebit.kernels.head_tile import (
 from samebit.kernels.quantize_common import NUMERIC_OPTIONS, tree_sum
 
 
-def inverse_temperature(
-    temperature: float, T: int, device: torch.device | str
-) -> torch.Tensor:
+def inverse_temperature(temperature: float, T: int, device: torch.device | str) -> torch.Tensor:
     """FP32 [T] of fl(1/temperature); 0 marks greedy, whose log-probs are those of temperature 1."""
     if temperature < 0:
         raise ValueError(f"temperature must be at least 0, got {temperature}")
@@ -56,9 +54,7 @@ def _head_kernel(
     BLOCK_K: tl.constexpr,
     TOKEN_GROUP: tl.constexpr,
 ):
-    token_tile, vocab_tile = tile_place(
-        tl.program_id(0), T, num_vocab_tiles, TOKENS, TOKEN_GROUP
-    )
+    token_tile, vocab_tile = tile_place(tl.program_id(0), T, num_vocab_tiles, TOKENS, TOKEN_GROUP)
     first_token = token_tile * TOKENS
     first_id = vocab_tile * VOCAB
     z, ids, t = tile_scaled_logits(

@@ -64,9 +64,7 @@ def _head_gradient_kernel(
     BLOCK_K: tl.constexpr,
     TOKEN_GROUP: tl.constexpr,
 ):
-    token_tile, vocab_tile = tile_place(
-        tl.program_id(0), T, num_vocab_tiles, TOKENS, TOKEN_GROUP
-    )
+    token_tile, vocab_tile = tile_place(tl.program_id(0), T, num_vocab_tiles, TOKENS, TOKEN_GROUP)
     first_token = token_tile * TOKENS
     first_id = vocab_tile * VOCAB
     z, ids, t = tile_scaled_logits(

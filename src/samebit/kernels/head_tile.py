@@ -47,12 +47,13 @@ class HeadTile:
 
 def head_tile(T: int) -> HeadTile:
     """The tile for `T` tokens."""
-    for tokens in (16, 32, 64, 128):
-        if tokens >= T:
-            return HeadTile(tokens, True, 8, 4)
+    if T <= 32:
+        return HeadTile(16 if T <= 16 else 32, True, 8, 4)
+    if T <= 64:
+        return HeadTile(64, False, 4, 4)
     if T <= 512:
-        return HeadTile(128, True, 8, 4)
-    return HeadTile(256, False, 8, 4)
+        return HeadTile(128, False, 4, 3)
+    return HeadTile(256, False, 8, 3)
 
 
 def descriptors(
@@ -73,7 +74,7 @@ def descriptors(
 
 @triton.jit
 def tile_place(pid, T, num_vocab_tiles, TOKENS: tl.constexpr, TOKEN_GROUP: tl.constexpr):
-    """(token tile, vocabulary tile) of a program: token tiles in groups, so that operands stay in L2."""
+    """(token tile, vocabulary tile) of a program; token tiles go in groups that stay in L2."""
     token_tiles = tl.cdiv(T, TOKENS)
     per_group = TOKEN_GROUP * num_vocab_tiles
     group = pid // per_group

@@ -44,28 +44,28 @@ class RowTile:
 def row_tile(width: int) -> RowTile:
     """The tile for rows of `width`; `groups` decides the sum's tree and so the bits."""
     groups = triton.next_power_of_2(triton.cdiv(width, BLOCK))
-    return RowTile(groups, min(max(groups // 8, 1), 16))
+    return RowTile(groups, min(max(groups // 8, 1), 8))
 
 
 @triton.jit
 def row_sum(x, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum of a row tile [groups, 128] as [1, 1]: rows folded down to 8, then adjacent pairs.
+    """Sum of a row tile [groups, 128], a scalar: rows folded down to 16, then adjacent pairs.
 
     Folding first keeps the early steps in one thread's registers for the usual layouts.
     """
-    if GROUPS > 8:
-        x = fold_rows(x, 8)
-        return tl.reshape(tree_sum(tl.reshape(x, (1, 8 * BLOCK))), (1, 1))
+    if GROUPS > 16:
+        total = tree_sum(tl.reshape(fold_rows(x, 16), (1, 16 * BLOCK)))
     else:
-        return tl.reshape(tree_sum(tl.reshape(x, (1, GROUPS * BLOCK))), (1, 1))
+        total = tree_sum(tl.reshape(x, (1, GROUPS * BLOCK)))
+    return tl.sum(total, axis=0)
 
 
 @triton.jit
 def row_rstd(x, K, eps, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
-    """1/sqrt(mean(x^2) + eps), [1, 1], of one row tile [groups, 128] padded with zeros."""
-    total = row_sum(x * x, GROUPS, BLOCK)
-    mean = tl.div_rn(total, tl.full((1, 1), 0.0, tl.float32) + K)
-    return tl.div_rn(tl.full((1, 1), 1.0, tl.float32), tl.sqrt_rn(mean + tl.cast(eps, tl.float32)))
+    """1/sqrt(mean(x^2) + eps), a scalar, of one row tile [groups, 128] padded with zeros."""
+    mean = tl.div_rn(row_sum(x * x, GROUPS, BLOCK), tl.cast(K, tl.float32))
+    root = tl.sqrt_rn(mean + tl.cast(eps, tl.float32))
+    return tl.div_rn(tl.full((), 1.0, tl.float32), root)
 
 
 @triton.jit

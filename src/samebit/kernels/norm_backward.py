@@ -11,7 +11,7 @@ from samebit.kernels.norm import row_rstd, row_sum, row_tile
 from samebit.kernels.quantize_common import NUMERIC_OPTIONS, round_to_bf16
 
 PROGRAMS = 528
-"""Row chunks at most (four a multiprocessor on an H200); fixed, so that sums do not depend on it."""
+"""Row chunks at most (four a multiprocessor on an H200), fixed: the sum's order depends on it."""
 
 
 @triton.jit

@@ -4,9 +4,9 @@ The definition (docs/numerics.md): scale = max(amax, 2^-100) / largest code with
 when amax is not finite; code = round-to-nearest-even(x / scale) with IEEE division. A group whose
 scale is NaN has the codes 0x7F (e4m3) or 0 (INT8).
 
-The quotient is the correctly rounded one without a division per element: with r = RN(1/s), two steps
-q += (x - q*s) * r end in RN(x/s) (Markstein, "IA-64 and Elementary Functions", theorem 8.1); groups
-with a tiny scale are first multiplied by 2^64, so that no remainder is subnormal.
+The quotient is the correctly rounded one without a division per element: with r = RN(1/s), two
+steps q -= (q*s - x) * r end in RN(x/s) (Markstein, "IA-64 and Elementary Functions", theorem 8.1);
+groups with a tiny scale are first multiplied by 2^64, so that no remainder is subnormal.
 
 Triton's interpreter casts to e4m3 and BF16 wrongly and does not fuse `fma`, so there (and only
 there) the same values come from integer arithmetic and a plain IEEE division.
@@ -25,7 +25,7 @@ FLOOR = tl.constexpr(AMAX_FLOOR)
 E4M3_LARGEST = tl.constexpr(448.0)
 INT8_LARGEST = tl.constexpr(127.0)
 NUMERIC_OPTIONS = {"enable_fp_fusion": False}
-"""Launch options of every kernel here: a multiply and an add are fused only where `fma` is written."""
+"""Launch options of every kernel here: multiply and add are fused only where `fma` is written."""
 
 
 def padded(width: int) -> int:
@@ -39,9 +39,7 @@ def empty_activation_scale(tokens: int, width: int, device: torch.device) -> tor
     Contiguous along tokens (rows of whole 16 bytes), which is the order GEMM tiles read them in.
     """
     rows = triton.cdiv(width, BLOCK)
-    storage_GT = torch.empty(
-        (rows, triton.cdiv(tokens, 4) * 4), dtype=torch.float32, device=device
-    )
+    storage_GT = torch.empty((rows, triton.cdiv(tokens, 4) * 4), dtype=torch.float32, device=device)
     return storage_GT[:, :tokens].t()
 
 
@@ -52,10 +50,34 @@ def magnitude_bits(x):
 
 
 @triton.jit
+def corrected(q, dividend, divisor, inverse):
+    """RN(dividend / divisor) from a quotient estimate and inverse = RN(1 / divisor)."""
+    # The remainder is q*s - x, not x - q*s: so a zero quotient keeps its sign.
+    q = tl.fma(tl.fma(divisor, q, -dividend), -inverse, q)
+    return tl.fma(tl.fma(divisor, q, -dividend), -inverse, q)
+
+
+@triton.jit
+def reciprocal(x):
+    """RN(1 / x) of normal x whose reciprocal is normal: two Newton steps from the hardware's."""
+    r = tl.inline_asm_elementwise(
+        "rcp.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+    one = tl.full(x.shape, 1.0, tl.float32)
+    r = tl.fma(tl.fma(-x, r, one), r, r)
+    return tl.fma(tl.fma(-x, r, one), r, r)
+
+
+@triton.jit
 def scale_from_bits(bits, LARGEST: tl.constexpr):
     """The scale of a group from the bits of its amax."""
     amax = tl.maximum(bits.to(tl.float32, bitcast=True), FLOOR)
-    scale = tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32))
+    largest = tl.full(amax.shape, LARGEST, tl.float32)
+    if NATIVE:
+        inverse = tl.full(amax.shape, 1.0 / LARGEST, tl.float32)
+        scale = corrected(amax * inverse, amax, largest, inverse)
+    else:
+        scale = tl.div_rn(amax, largest)
     return tl.where(bits >= 0x7F800000, float("nan"), scale)
 
 
@@ -63,17 +85,13 @@ def scale_from_bits(bits, LARGEST: tl.constexpr):
 def quotient(x, scale):
     """RN(x / scale); `scale` has one element per group and broadcasts against `x`."""
     if NATIVE:
-        # 2^-40: below it x - q*s would need bits under 2^-149.
+        # 2^-40: below it q*s - x would need bits under 2^-149.
         boost = tl.where(scale < 9.094947017729282e-13, 18446744073709551616.0, 1.0)
         divisor = scale * boost
-        inverse = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
-        negative = tl.broadcast_to(-divisor, x.shape)
-        inverse = tl.broadcast_to(inverse, x.shape)
+        inverse = tl.broadcast_to(reciprocal(divisor), x.shape)
+        divisor = tl.broadcast_to(divisor, x.shape)
         dividend = x * boost
-        q = dividend * inverse
-        q = tl.fma(tl.fma(negative, q, dividend), inverse, q)
-        q = tl.fma(tl.fma(negative, q, dividend), inverse, q)
-        return q
+        return corrected(dividend * inverse, dividend, divisor, inverse)
     else:
         return tl.div_rn(x, tl.broadcast_to(scale, x.shape))
 
@@ -98,9 +116,9 @@ def e4m3_code(q):
 @triton.jit
 def int8_code(q):
     """FP32 to INT8 in [-127, 127], nearest even; NaN becomes 0."""
-    q = tl.minimum(tl.maximum(q, -127.0), 127.0)
+    clamped = tl.minimum(tl.maximum(q, -127.0), 127.0)
     # Adding 1.5 * 2^23 leaves the rounded integer in the low bits.
-    code = (q + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    code = (clamped + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
     return tl.where(q == q, code, 0).to(tl.int8)
 
 

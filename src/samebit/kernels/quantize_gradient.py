@@ -31,9 +31,7 @@ def token_group_table(segment_lengths: Sequence[int], device: torch.device | str
     table: list[tuple[int, int]] = []
     first = 0
     for length in segment_lengths:
-        table += [
-            (first + done, min(BLOCK, length - done)) for done in range(0, length, BLOCK)
-        ]
+        table += [(first + done, min(BLOCK, length - done)) for done in range(0, length, BLOCK)]
         first += length
     return torch.tensor(table, dtype=torch.int32).reshape(-1, 2).to(device)
 
@@ -64,20 +62,22 @@ def _quantize_gradient_kernel(
     n = block_n * BLOCK + tl.arange(0, BLOCK)
     rows = row < count
     inside = rows[:, None] & (n < N)[None, :]
-    x = tl.load(x_ptr + t[:, None] * x_stride + n[None, :], mask=inside, other=0.0).to(tl.float32)
-    bits = magnitude_bits(x)
-
-    codes, scale = block_codes(x, tl.max(bits, axis=1, keep_dims=True))
+    loaded = tl.load(x_ptr + t[:, None] * x_stride + n[None, :], mask=inside, other=0.0)
+    x = loaded.to(tl.float32)
+    codes, scale = block_codes(x, tl.max(magnitude_bits(x), axis=1, keep_dims=True))
     tl.store(codes_ptr + t[:, None] * codes_stride + n[None, :], codes, mask=rows[:, None])
     scale_row = tl.reshape(scale, (BLOCK,))
     tl.store(scale_ptr + t * scale_stride_t + block_n * scale_stride_g, scale_row, mask=rows)
 
-    codes, scale = block_codes(x, tl.max(bits, axis=0, keep_dims=True))
+    # Transposed before the arithmetic: one thread then has many tokens of few features, so few
+    # scales to divide by.
+    x = tl.trans(loaded).to(tl.float32)
+    codes, scale = block_codes(x, tl.max(magnitude_bits(x), axis=1, keep_dims=True))
+    # A NaN scale would turn the zero padding into NaN codes.
+    codes = tl.where(rows[None, :], codes, 0)
     column = (group * BLOCK + row).to(tl.int64)
     address = transposed_ptr + n.to(tl.int64)[:, None] * transposed_stride + column[None, :]
-    # A NaN scale would turn the zero padding into NaN codes.
-    codes = tl.where(rows[:, None], codes, 0)
-    tl.store(address, tl.trans(codes))
+    tl.store(address, codes)
     address = transposed_scale_ptr + group.to(tl.int64) * transposed_scale_stride + n
     tl.store(address, tl.reshape(scale, (BLOCK,)), mask=n < N)
 
@@ -109,12 +109,12 @@ def _requantize_tokens_kernel(
     old_scale = tl.load(
         scale_ptr + t * scale_stride_t + block_k * scale_stride_g, mask=rows, other=1.0
     )
-    x = old.to(tl.float32) * old_scale[:, None]
-    codes, scale = block_codes(x, tl.max(magnitude_bits(x), axis=0, keep_dims=True))
-    codes = tl.where(rows[:, None], codes, 0)
+    x = tl.trans(old).to(tl.float32) * old_scale[None, :]
+    codes, scale = block_codes(x, tl.max(magnitude_bits(x), axis=1, keep_dims=True))
+    codes = tl.where(rows[None, :], codes, 0)
     column = (group * BLOCK + row).to(tl.int64)
     address = transposed_ptr + k.to(tl.int64)[:, None] * transposed_stride + column[None, :]
-    tl.store(address, tl.trans(codes))
+    tl.store(address, codes)
     address = transposed_scale_ptr + group.to(tl.int64) * transposed_scale_stride + k
     tl.store(address, tl.reshape(scale, (BLOCK,)), mask=k < K)
 

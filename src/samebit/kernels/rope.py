@@ -28,7 +28,7 @@ def rotary_table(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(cos, sin) FP32 [positions, head_size/2], computed in FP64 on the host."""
     exponent = torch.arange(0, head_size, 2, dtype=torch.float64) / head_size
-    angle = torch.arange(positions, dtype=torch.float64)[:, None] / theta**exponent[None, :]
+    angle = torch.arange(positions, dtype=torch.float64)[:, None] / theta ** exponent[None, :]
     return angle.cos().float().to(device), angle.sin().float().to(device)
 
 
@@ -141,7 +141,7 @@ def _rope_kernel(
         lo, hi = _rotate_heads(
             q_ptr + t * q_stride, q_weight_ptr, cos_ptr, sin_ptr, position, H, eps,
             NORM, True, Q_HEADS, HALF,
-        )
+        )  # fmt: skip
         offset = (t * H + h) * (2 * HALF) + d
         _store_head(lo, hi, q_out_ptr, q_scale_ptr, offset, t * H + h, h < H, FP8)
     else:
@@ -155,18 +155,16 @@ def _rope_kernel(
             offset = page * page_stride + row * slot_stride + g * head_stride + d
             scale_offset = page * scale_page_stride + row * scale_slot_stride
             scale_offset = scale_offset + g * scale_head_stride
-            if part == 1:
-                lo, hi = _rotate_heads(
-                    k_ptr + t * k_stride, k_weight_ptr, cos_ptr, sin_ptr, position, G, eps,
-                    NORM, True, KV_HEADS, HALF,
-                )
-                _store_head(lo, hi, k_out_ptr, k_scale_ptr, offset, scale_offset, g < G, FP8)
-            else:
-                lo, hi = _rotate_heads(
-                    v_ptr + t * v_stride, k_weight_ptr, cos_ptr, sin_ptr, position, G, eps,
-                    False, False, KV_HEADS, HALF,
-                )
-                _store_head(lo, hi, v_out_ptr, v_scale_ptr, offset, scale_offset, g < G, FP8)
+            k_lo, k_hi = _rotate_heads(
+                k_ptr + t * k_stride, k_weight_ptr, cos_ptr, sin_ptr, position, G, eps,
+                NORM, True, KV_HEADS, HALF,
+            )  # fmt: skip
+            v_lo, v_hi = _rotate_heads(
+                v_ptr + t * v_stride, k_weight_ptr, cos_ptr, sin_ptr, position, G, eps,
+                False, False, KV_HEADS, HALF,
+            )  # fmt: skip
+            _store_head(k_lo, k_hi, k_out_ptr, k_scale_ptr, offset, scale_offset, g < G, FP8)
+            _store_head(v_lo, v_hi, v_out_ptr, v_scale_ptr, offset, scale_offset, g < G, FP8)
 
 
 @dataclass(frozen=True)
@@ -232,7 +230,7 @@ def qk_norm_rope_store(
         scale_strides = k_scale.stride()
     q_weight, k_weight = norm_weights if norm_weights is not None else (cos, cos)
     codes = torch.uint8 if fp8 else torch.bfloat16
-    _rope_kernel[(T, 3)](
+    _rope_kernel[(T, 2)](
         q_TN, k_TN, v_TN, q_weight, k_weight, cos, sin, positions_T,
         positions_T if slots_T is None else slots_T,
         q.view(codes), cos if q_scale is None else q_scale,

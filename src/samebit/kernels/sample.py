@@ -51,18 +51,14 @@ def _sample_kernel(
     BLOCK_K: tl.constexpr,
     TOKEN_GROUP: tl.constexpr,
 ):
-    token_tile, vocab_tile = tile_place(
-        tl.program_id(0), T, num_vocab_tiles, TOKENS, TOKEN_GROUP
-    )
+    token_tile, vocab_tile = tile_place(tl.program_id(0), T, num_vocab_tiles, TOKENS, TOKEN_GROUP)
     first_token = token_tile * TOKENS
     z, ids, t = tile_scaled_logits(
         hidden_desc, weight_desc, inverse_temperature_ptr, first_token, vocab_tile * VOCAB, 0, T, K,
         vocab_size, SWAP, TOKENS, VOCAB, BLOCK_K,
     )  # fmt: skip
     parts = vocab_tile.to(tl.int64) * T
-    store_parts(
-        z, ids, vocab_size, max_ptr + parts, sum_ptr + parts, max_ptr, t, T, False, SWAP
-    )
+    store_parts(z, ids, vocab_size, max_ptr + parts, sum_ptr + parts, max_ptr, t, T, False, SWAP)
     row = first_token + tl.arange(0, TOKENS)
     rows = row < T
     sample_id = tl.load(sample_id_ptr + row, mask=rows, other=0).to(tl.int64)

@@ -3,7 +3,7 @@
 All integers are unsigned 32-bit with wrap-around; `lo` and `hi` are the halves of a 64-bit value.
 
     mix(x):  x ^= x >> 17; x *= 0xED5AD4BB; x ^= x >> 11; x *= 0xAC4C1B51;
-             x ^= x >> 15; x *= 0x31848BAB; x ^= x >> 14                    (a bijection, "triple32")
+             x ^= x >> 15; x *= 0x31848BAB; x ^= x >> 14         (a bijection, "triple32")
     chain(c): for w in (lo(seed), hi(seed), lo(sample id), hi(sample id), position):
                   c = mix(c ^ w) + 0x9E3779B9
     key0 = chain(0x243F6A88), key1 = chain(0x85A308D3)
