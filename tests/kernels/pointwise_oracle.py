@@ -81,7 +81,8 @@ def rows_of(x_RK, largest):
 
 def same_bits(a, b):
     """Bitwise equality of values (NaN equals NaN)."""
-    a, b = a.detach().cpu(), b.detach().cpu()
+    if a.device != b.device:
+        a, b = a.cpu(), b.cpu()
     assert a.dtype == b.dtype and a.shape == b.shape, (a.dtype, b.dtype, a.shape, b.shape)
     if a.dtype.is_floating_point and a.element_size() > 1:
         view = torch.int32 if a.element_size() == 4 else torch.int16

@@ -22,6 +22,8 @@ from samebit.kernels.quantize_common import (
     padded,
 )
 
+WARPS = 8
+
 
 def token_group_table(segment_lengths: Sequence[int], device: torch.device | str) -> torch.Tensor:
     """The table int32 [groups, 2] of (first row, rows <= 128) for segments packed in order.
@@ -151,7 +153,7 @@ def quantize_gradient(
             transposed_scale.stride(0),
             N,
             BLOCK=BLOCK,
-            num_warps=8,
+            num_warps=WARPS,
             **NUMERIC_OPTIONS,
         )
     return codes, scale, transposed, transposed_scale
@@ -183,7 +185,7 @@ def requantize_tokens(
             transposed_scale.stride(0),
             K,
             BLOCK=BLOCK,
-            num_warps=8,
+            num_warps=WARPS,
             **NUMERIC_OPTIONS,
         )
     return transposed, transposed_scale

@@ -21,6 +21,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from samebit.kernels.quantize_common import NATIVE
+
 
 @triton.jit
 def mix(x):
@@ -66,9 +68,20 @@ def noise_word(ids, key0, key1):
 
 
 @triton.jit
+def _log(x):
+    """Natural logarithm, the hardware's approximation (about 22 bits of log2)."""
+    if NATIVE:
+        log2 = tl.inline_asm_elementwise(
+            "lg2.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+        return log2 * 0.6931471805599453
+    else:
+        return tl.log(x)
+
+
+@triton.jit
 def gumbel(word):
     """The Gumbel variate of a noise word."""
     v = word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
     series = v * (1.0 + v * (0.5 + v * (0.3333333333333333 + v * 0.25)))
-    exponential = tl.where(v < 0.015625, series, -tl.log(1.0 - v))
-    return -tl.log(exponential)
+    return -_log(tl.where(v < 0.015625, series, -_log(1.0 - v)))
