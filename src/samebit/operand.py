@@ -34,6 +34,37 @@ class Operand:
     features: int
 
 
+@dataclass(frozen=True)
+class HeadCodes:
+    """Q, K or V as FP8 attention reads it: e4m3 codes [S, heads, D], FP32 scale [S, heads]."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes live."""
+        return self.codes.device
+
+    def dequantised(self) -> torch.Tensor:
+        """BF16 [S, heads, D]: what the backward differentiates at."""
+        return (self.codes.float() * self.scale[..., None]).bfloat16()
+
+    def put(self, rows: torch.Tensor, other: HeadCodes) -> None:
+        """Write `other` to these rows."""
+        self.codes.view(torch.uint8)[rows] = other.codes.view(torch.uint8)
+        self.scale[rows] = other.scale
+
+    def take(self, rows: torch.Tensor) -> HeadCodes:
+        """A copy of these rows."""
+        codes = self.codes.view(torch.uint8)[rows].view(self.codes.dtype)
+        return HeadCodes(codes, self.scale[rows])
+
+
+Heads = torch.Tensor | HeadCodes
+"""Q, K or V: BF16 [S, heads, D], or its codes."""
+
+
 @dataclass
 class QuantizedWeight:
     """A linear's weight as GEMMs read it; trainer and engine hold this one object.

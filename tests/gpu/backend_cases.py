@@ -51,7 +51,7 @@ MODELS = {
         vocab_size=49152, tokenizer_size=49152, rope_theta=100000.0, rms_eps=1e-5,
     ),
 }  # fmt: skip
-RECIPES = ("bf16", "fp8", "fp8-bf16-backward", "int8", "fp8-row")
+RECIPES = ("bf16", "fp8", "fp8-bf16-backward", "int8", "fp8-row", "fp8-kv")
 
 
 @torch.no_grad()
@@ -107,7 +107,7 @@ def learn(model: Decoder, groups: list[Group]) -> float:
     torch.optim.AdamW(model.parameters(), lr=1e-3).step()
     model.zero_grad(set_to_none=True)
     model.refresh()
-    return float(loss)
+    return float(loss.detach())
 
 
 def parity(config: ModelConfig, recipe: str, new: int = 40) -> dict[str, object]:

@@ -8,7 +8,8 @@ from samebit.kernels import attention_layout as kernel_layout
 from samebit.kernels.attention import attention_forward
 from samebit.kernels.attention_gradient import attention_backward as backward
 from samebit.layout import Layout, PackedLayout, PagedLayout
-from samebit.spec import Attention
+from samebit.operand import HeadCodes, Heads
+from samebit.spec import BF16, FP8_HEAD, FP16, Attention
 
 
 def check_spec(spec: Attention) -> None:
@@ -19,10 +20,13 @@ def check_spec(spec: Attention) -> None:
             f"the Hopper attention kernels walk KV blocks of {constants[0]} keys in splits of "
             f"{constants[1]}; the recipe asks for kv_block={spec.kv_block}, kv_split={spec.kv_split}"
         )
-    if not spec.q.format == spec.kv.format == spec.probabilities.format == "bf16":
+    if (spec.q, spec.kv, spec.probabilities) not in (
+        (BF16, BF16, BF16),
+        (FP8_HEAD, FP8_HEAD, FP16),
+    ):
         raise ValueError(
-            f"the Hopper operator set has no attention with Q {spec.q}, K and V {spec.kv}, "
-            f"probabilities {spec.probabilities}; use BF16"
+            f"the Hopper kernels have no attention with Q {spec.q}, K and V {spec.kv}, probabilities "
+            f"{spec.probabilities}; use BF16 for all, or {FP8_HEAD} with {FP16} probabilities"
         )
 
 
@@ -71,22 +75,29 @@ def _paged(layout: PagedLayout) -> kernel_layout.PagedLayout:
 
 
 def attention(
-    q_THD: torch.Tensor,
-    k_SGD: torch.Tensor,
-    v_SGD: torch.Tensor,
+    q_THD: Heads,
+    k_SGD: Heads,
+    v_SGD: Heads,
     layout: Layout,
     scale: float,
     spec: Attention,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out BF16 [T, H, D], log-sum-exp FP32 [T, H], natural log); see the reference."""
     check_spec(spec)
+    scales: dict[str, torch.Tensor] = {}
+    if isinstance(q_THD, HeadCodes):
+        assert isinstance(k_SGD, HeadCodes) and isinstance(v_SGD, HeadCodes)
+        scales = {"q_scale_TH": q_THD.scale, "k_scale": k_SGD.scale, "v_scale": v_SGD.scale}
+        q_THD, k_SGD, v_SGD = q_THD.codes, k_SGD.codes, v_SGD.codes
+    assert isinstance(k_SGD, torch.Tensor) and isinstance(v_SGD, torch.Tensor)
     if isinstance(layout, PackedLayout):
         q, k, v = (x.contiguous() for x in (q_THD, k_SGD, v_SGD))
-        return attention_forward(q, k, v, packed(layout), scale)
-    pages = (-1, layout.page_size, *k_SGD.shape[1:])
-    return attention_forward(
-        q_THD.contiguous(), k_SGD.view(pages), v_SGD.view(pages), paged(layout), scale
-    )
+        return attention_forward(q, k, v, packed(layout), scale, **scales)
+    k, v = (x.unflatten(0, (-1, layout.page_size)) for x in (k_SGD, v_SGD))
+    for name in ("k_scale", "v_scale"):
+        if name in scales:
+            scales[name] = scales[name].unflatten(0, (-1, layout.page_size))
+    return attention_forward(q_THD.contiguous(), k, v, paged(layout), scale, **scales)
 
 
 def attention_backward(

@@ -14,7 +14,7 @@ from samebit.kernels.quantize_activation import quantize_activation as quantize_
 from samebit.kernels.quantize_gradient import quantize_gradient, requantize_tokens
 from samebit.kernels.quantize_row import quantize_rows
 from samebit.kernels.quantize_weight import quantize_weight, transpose_codes
-from samebit.operand import Operand, QuantizedWeight, pad_to_block
+from samebit.operand import HeadCodes, Operand, QuantizedWeight, pad_to_block
 from samebit.reference.quantize import dequantize, dequantize_weight
 from samebit.spec import Backward, Gemm, Precision
 
@@ -41,6 +41,18 @@ def quantize_activation(x_TK: torch.Tensor, precision: Precision) -> Operand:
             "or e4m3 or int8 per token"
         )
     return Operand(codes, scale, precision, features)
+
+
+def quantize_heads(x_SHD: torch.Tensor, precision: Precision) -> HeadCodes:
+    """BF16 Q, K or V [S, heads, D] -> codes and one FP32 scale per token and head [S, heads]."""
+    if precision.block != ROW or precision.format != "e4m3":
+        raise ValueError(
+            f"the Hopper attention kernels have no {precision} operands; use e4m3 with one scale per head"
+        )
+    rows_RD = x_SHD.reshape(-1, x_SHD.shape[-1])
+    codes, scale_R = quantize_rows(rows_RD, get_format(precision.format))
+    codes = codes[:, : rows_RD.shape[1]].contiguous()
+    return HeadCodes(codes.view(x_SHD.shape), scale_R.view(x_SHD.shape[:2]))
 
 
 def refresh_weight(weight: QuantizedWeight, master_NK: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ from samebit.kernels._ops_linear import (
     gemm,
     input_grad,
     quantize_activation,
+    quantize_heads,
     refresh_weight,
     weight_grad,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "log_prob",
     "log_prob_backward",
     "quantize_activation",
+    "quantize_heads",
     "refresh_weight",
     "residual_add",
     "rms_norm",

@@ -13,42 +13,42 @@ from dataclasses import dataclass
 import torch
 
 from samebit.layout import Layout, PackedLayout, Segment
+from samebit.operand import HeadCodes, Heads
 from samebit.reference.exact import exp, fma, log, row_sum
 from samebit.spec import Attention
 
 ROWS = 16
+LIFT = 256.0
+"""Lifts P x (scale of V) into FP16's normal range; divided out at the end. A power of two: exact."""
 _NEVER = -1.0e30
 """Running maximum before any key: finite, so that differences never make NaN."""
 
 
 def attention(
-    q_THD: torch.Tensor,
-    k_SGD: torch.Tensor,
-    v_SGD: torch.Tensor,
+    q_THD: Heads,
+    k_SGD: Heads,
+    v_SGD: Heads,
     layout: Layout,
     scale: float,
     spec: Attention,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out BF16 [T, H, D], log-sum-exp FP32 [T, H], natural log).
 
-    q: BF16 queries of the batch's rows. k, v: BF16 rows that layout.key_rows points into (the packed
-    rows, or the cache). (m, sum, accumulator) restart every spec.kv_split keys and are folded in order.
-    ValueError for a KV precision this backend does not implement.
+    q: queries of the batch's rows. k, v: rows that layout.key_rows points into (the packed rows, or
+    the cache). All BF16, or all codes with a scale per row and head (spec.kv): scores are then the codes'
+    product times the scales, and P times the scale of V is rounded to FP16 before it meets V's codes.
+    (m, sum, accumulator) restart every spec.kv_split keys and are folded in order.
     """
-    if spec.kv.format != "bf16":
-        raise ValueError(
-            f"the CPU reference has no attention over a {spec.kv} KV cache; use a recipe with a BF16 "
-            "KV cache there"
-        )
-    heads = q_THD.shape[1]
-    kv_heads = k_SGD.shape[1]
+    q_codes, q_scale = _parts(q_THD)
+    heads, kv_heads = q_codes.shape[1], _parts(k_SGD)[0].shape[1]
     if heads // kv_heads > ROWS:
         raise ValueError(
             f"{heads // kv_heads} query heads per KV head; at most {ROWS} are supported"
         )
     assert spec.kv_split % spec.kv_block == 0, "a split is whole blocks"
     tiles = _Tiles(layout, heads // kv_heads)
-    q = tiles.gather(q_THD, kv_heads).float()
+    q = tiles.gather(q_codes, kv_heads).float()
+    factor = scale if q_scale is None else tiles.gather(q_scale[..., None], kv_heads) * scale
     key_rows = _padded_key_rows(layout.key_rows, spec.kv_block)
     num_blocks = tiles.num_blocks(spec.kv_block)
     per_split = spec.kv_split // spec.kv_block or num_blocks
@@ -57,22 +57,57 @@ def attention(
         state = _State.empty(q)
         for block in range(first, min(first + per_split, num_blocks)):
             active = tiles.active(block * spec.kv_block)
+            sequence = tiles.sequence[active]
             position = torch.arange(spec.kv_block, device=q.device) + block * spec.kv_block
-            rows = key_rows[tiles.sequence[active]][:, position]
-            k = k_SGD[rows].permute(0, 2, 3, 1).float()
-            v = v_SGD[rows].permute(0, 2, 1, 3).float()
-            scores = _batched(q[active], k).mul_(scale)
-            # storage past a sequence's end holds anything, NaN included: 0 * NaN must not reach P V
-            absent = position[None] >= layout.context_lengths[tiles.sequence[active], None]
-            v.masked_fill_(absent[:, None, :, None], 0.0)
+            absent = position[None] >= layout.context_lengths[sequence, None]
+            keys = _Keys.load(k_SGD, v_SGD, key_rows[sequence][:, position], absent)
+            scores = _batched(q[active], keys.k).mul_(keys.k_scale)
+            scores.mul_(factor if isinstance(factor, float) else factor[active])
             hidden = position[None, None, None, :] > tiles.row_position[active][:, None, :, None]
             scores.masked_fill_(hidden, float("-inf"))
-            state.put(active, _online_step(scores, v, hidden, *state.take(active)))
+            state.put(active, _online_step(scores, keys, hidden, *state.take(active)))
         whole = state if whole is None else whole.fold(state, tiles, first * spec.kv_block)
     assert whole is not None
     out = tiles.scatter((whole.acc / whole.total[..., None]), heads)
+    if q_scale is not None:
+        out = out * (1.0 / LIFT)
     lse = tiles.scatter((whole.m + log(whole.total))[..., None], heads)[..., 0]
     return out.bfloat16(), lse
+
+
+def _parts(x: Heads) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(BF16 values or codes as BF16, scale or None); every e4m3 number is a BF16 number."""
+    return (x.codes.bfloat16(), x.scale) if isinstance(x, HeadCodes) else (x, None)
+
+
+@dataclass
+class _Keys:
+    """One KV block of every active tile, FP32: k [n, G, D, KB], v [n, G, KB, D].
+
+    k_scale: [n, G, 1, KB], or 1.0 in BF16. v_scale: [n, G, 1, KB] times LIFT; None in BF16.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: torch.Tensor | float = 1.0
+    v_scale: torch.Tensor | None = None
+
+    @classmethod
+    def load(cls, k: Heads, v: Heads, rows: torch.Tensor, absent: torch.Tensor) -> _Keys:
+        """Gather the block; `absent` keys are exact zeros.
+
+        Storage past a sequence's end holds anything, NaN included: 0 * NaN must not reach P V.
+        """
+        if isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor):
+            values = v[rows].permute(0, 2, 1, 3).float()
+            values.masked_fill_(absent[:, None, :, None], 0.0)
+            return cls(k[rows].permute(0, 2, 3, 1).float(), values)
+        assert isinstance(k, HeadCodes) and isinstance(v, HeadCodes)
+        k, v = k.take(rows), v.take(rows)
+        values = v.codes.float().permute(0, 2, 1, 3).masked_fill(absent[:, None, :, None], 0.0)
+        v_scale = v.scale.permute(0, 2, 1)[:, :, None].masked_fill(absent[:, None, None, :], 0.0)
+        k_scale = k.scale.permute(0, 2, 1)[:, :, None]
+        return cls(k.codes.float().permute(0, 2, 3, 1), values, k_scale, v_scale * LIFT)
 
 
 @dataclass
@@ -119,18 +154,19 @@ def _batched(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _online_step(
     scores: torch.Tensor,
-    v: torch.Tensor,
+    keys: _Keys,
     hidden: torch.Tensor,
     m: torch.Tensor,
     total: torch.Tensor,
     acc: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Fold one KV block into (running maximum, sum, accumulator). P is rounded to BF16 before P V."""
+    """Fold one KV block into (running maximum, sum, accumulator); the sum takes P unrounded."""
     new_m = torch.maximum(m, scores.amax(-1))
     p = exp(scores - new_m[..., None]).masked_fill_(hidden, 0.0)
     keep = exp(m - new_m)
     total = total * keep + row_sum(p)
-    acc = acc * keep[..., None] + _batched(p.bfloat16().float(), v)
+    p = p.bfloat16() if keys.v_scale is None else (p * keys.v_scale).half()
+    acc = acc * keep[..., None] + _batched(p.float(), keys.v)
     return new_m, total, acc
 
 
