@@ -9,28 +9,13 @@ same thing, and `key_rows` is that thing: for each sequence, the storage row of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from samebit.formats import BLOCK
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class _Derived:
-    """Holds what a backend makes of a layout (tables, maxima), once per batch."""
-
-    _held: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def derived(self, name: str, make: Callable[[], T]) -> T:
-        """The value called `name`, made on first use."""
-        if name not in self._held:
-            self._held[name] = make()
-        return self._held[name]
 
 
 @dataclass(frozen=True)
@@ -41,6 +26,17 @@ class Segment:
     length: int
     prefix_start: int = 0
     prefix_length: int = 0
+
+
+class _Derived:
+    """What operators work out from a layout once and read in every layer."""
+
+    def derived(self, name: str, make: Callable[[], Any]) -> Any:
+        """The value kept under `name`, made now when it is not there yet (layouts never change)."""
+        held = self.__dict__.setdefault("_derived", {})
+        if name not in held:
+            held[name] = make()
+        return held[name]
 
 
 @dataclass(frozen=True)

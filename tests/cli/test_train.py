@@ -30,21 +30,35 @@ def file(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ...]]:
     made: list[tuple[Any, ...]] = []
     loop = types.ModuleType("samebit.loop")
-    loop.train = lambda config, resume, progress: made.append((config, resume))  # type: ignore[attr-defined]
+
+    def train(config: Any, resume: bool, report: Any) -> None:
+        made.append((config, resume))
+        folder = tmp_path / config.run.out
+        folder.mkdir()
+        record = '{"step": 1, "mismatch/logp_abs_max": 0.0, "reward/mean": 0.5}'
+        (folder / "metrics.jsonl").write_text(record + "\n")
+
+    loop.train = train  # type: ignore[attr-defined]
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "samebit.loop", loop)
     return made
 
 
-def test_shortcuts_and_overrides_reach_the_loop(file: str, calls: list[Any]):
+def test_shortcuts_and_overrides_reach_the_loop(
+    file: str, calls: list[Any], capsys: Any, tmp_path: Path
+):
     args = [file, "--recipe", "bf16", "--steps", "3", "--out=there", "--resume", "--seed", "7"]
     assert main(["train", *args, "--rl.group-size", "2", "--task.shots=5"]) == 0
     ((config, resume),) = calls
     assert resume and config.recipe == "bf16" and config.train.steps == 3 and config.seed == 7
     assert config.run.out == "there" and config.rl.group_size == 2
     assert config.task.options["shots"] == 5
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("mismatch: max |dlogp| 0") and "the same bits" in last
+    assert "Reward" in (tmp_path / "there" / "report.html").read_text()
 
 
 def test_dry_run_prints_what_would_run(file: str, calls: list[Any], capsys: Any, tmp_path: Path):

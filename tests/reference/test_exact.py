@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samebit.reference.exact import exp, fma, log, row_sum
+from samebit.reference.exact import exp, fma, log, row_sum, sqrt
 
 
 def ulps(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -62,3 +62,13 @@ def test_fma_rounds_once():
     # a * a = 1 + 2^-11 + 2^-24: rounding the product first loses the last term
     assert float(fma(a, a, torch.tensor([-1.0 - 2.0**-11]))) == 2.0**-24
     assert float(a * a - (1.0 + 2.0**-11)) == 0.0
+
+
+def test_sqrt_is_correctly_rounded_where_the_library_s_is_not():
+    x = torch.tensor([0.929395318, 2.0, 4.0, 0.0, 1e-30])
+    want = torch.tensor([math.sqrt(float(v)) for v in x], dtype=torch.float64).float()
+    assert torch.equal(sqrt(x), want)
+    many = torch.rand(100_000) * 4
+    exact = torch.tensor([math.sqrt(v) for v in many.tolist()], dtype=torch.float64).float()
+    assert torch.equal(sqrt(many), exact)
+    assert torch.isnan(sqrt(torch.tensor([math.nan, -1.0]))).all()

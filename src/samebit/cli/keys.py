@@ -31,8 +31,9 @@ def attribute_docs(cls: type) -> dict[str, str]:
         tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
         body = tree.body[0].body  # type: ignore[attr-defined]
         for item, after in itertools.pairwise(body):
-            named = isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-            if named and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            if not (isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)):
+                continue
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
                 found[item.target.id] = inspect.cleandoc(str(after.value.value))
     return found
 
@@ -102,7 +103,7 @@ def key_help(
         lines += _entry(f"  {left}", text)
     lines += ["", "top level:", *_rows(Config, "")]
     for name, hint in typing.get_type_hints(Config).items():
-        if is_dataclass(hint):
+        if isinstance(hint, type) and is_dataclass(hint):
             skip = ("options",) if name in ("task", "rl") else ()
             lines += ["", f"[{name}]  {inspect.getdoc(hint)}", *_rows(hint, f"{name}.", skip)]
             lines += _module_keys(name, config)

@@ -19,7 +19,7 @@ walks keys in blocks of absolute positions whatever page they lie on."""
 
 
 class PagePool:
-    """Reference-counted pages over one KVStore. Row of (page, offset): page * page_size + offset."""
+    """Reference-counted pages of one KVStore; row of (page, offset): page * page_size + offset."""
 
     def __init__(self, store: KVStore, num_pages: int, page_size: int = PAGE_SIZE) -> None:
         self.store, self.num_pages, self.page_size = store, num_pages, page_size
@@ -77,17 +77,17 @@ class _Node:
 
 @dataclass
 class PromptEntry:
-    """A whole prompt: all its pages (the last may be half-filled) and its last hidden row [1, K]."""
+    """A whole prompt: its pages (the last may be half-filled) and its last hidden row [1, K]."""
 
     pages: tuple[int, ...]
     hidden: torch.Tensor
 
 
 class PrefixCache:
-    """Full pages by their chain of token contents, and whole prompts, both least recently used first.
+    """Full pages by their chain of token contents, and whole prompts; least recently used first.
 
-    A chain key is (number of the parent node, the page's tokens): exact, so two different prefixes can
-    never collide. Valid for one weight version; `clear` drops everything.
+    A chain key is (number of the parent node, the page's tokens): exact, so different prefixes never
+    collide. Valid for one weight version; `clear` drops everything.
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -112,7 +112,7 @@ class PrefixCache:
         return [self.pool.hold(self._nodes[key].page) for key in keys]
 
     def insert(self, ids: tuple[int, ...], pages: list[int], computed: int) -> None:
-        """Know the full pages of ids[:computed]; a page whose content is known already is left out."""
+        """Know the full pages of ids[:computed], save those whose content is known already."""
         size = self.pool.page_size
         parent_key, parent = None, 0
         for i in range(computed // size):
@@ -134,13 +134,13 @@ class PrefixCache:
         return entry
 
     def insert_prompt(self, ids: tuple[int, ...], pages: list[int], hidden: torch.Tensor) -> None:
-        """Know a prompt whose every token is computed. Its half-filled page stays its writer's to fill."""
+        """Know a prompt whose tokens are all computed; its writer goes on filling its last page."""
         if ids not in self._prompts:
             held = tuple(self.pool.hold(p) for p in pages[: self.pool.pages_for(len(ids))])
             self._prompts[ids] = PromptEntry(held, hidden)
 
     def reserve(self, pages: int) -> bool:
-        """Free at least `pages` pages, forgetting what was used longest ago; False when it cannot."""
+        """Free at least `pages` pages, forgetting the longest unused; False when it cannot."""
         while self.pool.num_free < pages and self._evict():
             pass
         return self.pool.num_free >= pages

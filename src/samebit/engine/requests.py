@@ -137,8 +137,8 @@ def _check_prompt(prompt: Prompt, config: ModelConfig) -> None:
     if length >= config.max_position:
         raise ValueError(
             f"prompt {prompt.id!r} is too long: {length} tokens, and the model has "
-            f"{config.max_position} positions, of which a completion needs at least one; shorten or "
-            "drop it"
+            f"{config.max_position} positions, of which a completion needs at least one; shorten "
+            "or drop it"
         )
     worst = max(prompt.ids) if min(prompt.ids) >= 0 else min(prompt.ids)
     if not 0 <= worst < config.vocab_size:

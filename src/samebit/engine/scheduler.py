@@ -21,8 +21,8 @@ from samebit.engine.requests import SampleState
 class Slot:
     """A sample and its pages. `computed`: leading tokens whose K and V are cached or scheduled.
 
-    target: tokens to compute before the next draw, fixed at admission (prompt, and after a preemption
-    what was drawn). hidden: the last token's hidden row [1, K], from which the next one is drawn.
+    target: tokens to compute before the next draw, fixed at admission (the prompt, and after a
+    preemption what was drawn). hidden: the last token's hidden row [1, K], from which the next one is drawn.
     """
 
     state: SampleState
@@ -85,7 +85,7 @@ class Scheduler:
         self.waiting.append(Slot(state))
 
     def plan(self) -> Batch:
-        """The next forward: one token of every decoding slot, and prompt chunks up to the budget."""
+        """The next forward: one token of each decoding slot, prompt chunks up to the budget."""
         batch = Batch()
         self._decode(batch)
         budget = self.prefill_tokens
@@ -108,7 +108,7 @@ class Scheduler:
             self.stats.decode_tokens += 1
 
     def _grow(self, slot: Slot) -> bool:
-        """A page for `slot`, taken from the youngest if need be; False when that was `slot` itself."""
+        """A page for `slot`, taken from the youngest if need be; False when that is `slot`."""
         while not self.prefix.reserve(1):
             youngest = self.running[-1]
             self.preempt(youngest)
@@ -139,7 +139,7 @@ class Scheduler:
         return len(tokens)
 
     def _admit(self, batch: Batch | None, budget: int) -> None:
-        """Start waiting slots in order; one whose prompt is being computed keeps its place in the batch."""
+        """Start waiting slots in order; one whose prompt is being computed keeps its place."""
         being_computed = {s.target for s in self.running if not s.state.ids and s.hidden is None}
         passed: list[Slot] = []
         while self.waiting and len(self.running) + len(passed) < self.max_batch:
@@ -193,7 +193,7 @@ class Scheduler:
         return True
 
     def _start(self, slot: Slot, ids: tuple[int, ...]) -> bool:
-        """Take pages for every token of `ids`; False, with nothing taken, when there are too few."""
+        """Take pages for every token of `ids`; False, nothing taken, when there are too few."""
         pages = self.prefix.match(ids)
         missing = self.pool.pages_for(len(ids)) - len(pages)
         if not self.prefix.reserve(missing):

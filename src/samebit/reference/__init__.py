@@ -5,7 +5,8 @@ The names below are the operator set. A backend is a module with these names and
 """
 
 from samebit.reference.activation import silu_mul, silu_mul_backward
-from samebit.reference.attention import attention, attention_backward
+from samebit.reference.attention import attention
+from samebit.reference.attention_backward import attention_backward
 from samebit.reference.embedding import embed, embed_backward
 from samebit.reference.gemm import gemm, input_grad, weight_grad
 from samebit.reference.head import head_logits, log_prob, log_prob_backward, sample

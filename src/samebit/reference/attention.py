@@ -9,11 +9,13 @@ absolute position alone, and an absent key contributes an exact zero.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from samebit.layout import Layout, PackedLayout, Segment
-from samebit.operand import HeadCodes, Heads
+from samebit.layout import Layout
+from samebit.operand import Heads
 from samebit.reference.exact import exp, fma, log, row_sum
 from samebit.spec import Attention
 
@@ -22,6 +24,8 @@ LIFT = 256.0
 """Lifts P x (scale of V) into FP16's normal range; divided out at the end. A power of two: exact."""
 _NEVER = -1.0e30
 """Running maximum before any key: finite, so that differences never make NaN."""
+_CHUNK_SCORES = 1 << 15
+"""Scores alive at once: a chunk's keys, values and scores stay in cache. Changes no bit."""
 
 
 def attention(
@@ -35,115 +39,172 @@ def attention(
     """(out BF16 [T, H, D], log-sum-exp FP32 [T, H], natural log).
 
     q: queries of the batch's rows. k, v: rows that layout.key_rows points into (the packed rows, or
-    the cache). All BF16, or all codes with a scale per row and head (spec.kv): scores are then the codes'
-    product times the scales, and P times the scale of V is rounded to FP16 before it meets V's codes.
-    (m, sum, accumulator) restart every spec.kv_split keys and are folded in order.
+    the cache). All BF16, or all codes with a scale per row and head: scores are then the codes'
+    products times the scales, and P times the scale of V is rounded to FP16 before it meets V's codes.
+    (maximum, sum, accumulator) restart every spec.kv_split keys; the splits are folded in order.
     """
-    q_codes, q_scale = _parts(q_THD)
-    heads, kv_heads = q_codes.shape[1], _parts(k_SGD)[0].shape[1]
-    if heads // kv_heads > ROWS:
-        raise ValueError(
-            f"{heads // kv_heads} query heads per KV head; at most {ROWS} are supported"
-        )
+    queries, keys, values = (_Rows.of(x) for x in (q_THD, k_SGD, v_SGD))
+    heads, kv_heads = queries.heads, keys.heads
+    group = heads // kv_heads
+    if group > ROWS:
+        raise ValueError(f"{group} query heads per KV head; at most {ROWS} are supported")
     assert spec.kv_split % spec.kv_block == 0, "a split is whole blocks"
-    tiles = _Tiles(layout, heads // kv_heads)
-    q = tiles.gather(q_codes, kv_heads).float()
-    factor = scale if q_scale is None else tiles.gather(q_scale[..., None], kv_heads) * scale
-    key_rows = _padded_key_rows(layout.key_rows, spec.kv_block)
-    num_blocks = tiles.num_blocks(spec.kv_block)
-    per_split = spec.kv_split // spec.kv_block or num_blocks
-    whole: _State | None = None
-    for first in range(0, num_blocks, per_split):
-        state = _State.empty(q)
-        for block in range(first, min(first + per_split, num_blocks)):
-            active = tiles.active(block * spec.kv_block)
-            sequence = tiles.sequence[active]
-            position = torch.arange(spec.kv_block, device=q.device) + block * spec.kv_block
-            absent = position[None] >= layout.context_lengths[sequence, None]
-            keys = _Keys.load(k_SGD, v_SGD, key_rows[sequence][:, position], absent)
-            scores = _batched(q[active], keys.k).mul_(keys.k_scale)
-            scores.mul_(factor if isinstance(factor, float) else factor[active])
-            hidden = position[None, None, None, :] > tiles.row_position[active][:, None, :, None]
-            scores.masked_fill_(hidden, float("-inf"))
-            state.put(active, _online_step(scores, keys, hidden, *state.take(active)))
-        whole = state if whole is None else whole.fold(state, tiles, first * spec.kv_block)
-    assert whole is not None
-    out = tiles.scatter((whole.acc / whole.total[..., None]), heads)
-    if q_scale is not None:
-        out = out * (1.0 / LIFT)
-    lse = tiles.scatter((whole.m + log(whole.total))[..., None], heads)[..., 0]
-    return out.bfloat16(), lse
+    key = f"tiles/{group}/{kv_heads}/{spec.kv_block}"
+    tiles = layout.derived(key, lambda: _Tiles(layout, group, kv_heads, spec.kv_block))
+    per_row = lambda x: tiles.gather(x.unflatten(0, (-1, heads)), kv_heads).float()  # noqa: E731
+    q = per_row(queries.data.bfloat16())
+    factor = None if queries.scale is None else per_row(queries.scale) * scale
+    outs, lses = [], []
+    for chunk in tiles.chunks:
+        factors = scale if factor is None else factor[chunk.tiles][:, :, : chunk.rows]
+        restart = spec.kv_split // spec.kv_block or len(chunk.counts)
+        out, lse = _attend(q[chunk.tiles], keys, values, chunk, factors, restart)
+        outs.append(out if factor is None else out * (1.0 / LIFT))
+        lses.append(lse)
+    return tiles.scatter(tuple(outs), heads).bfloat16(), tiles.scatter(tuple(lses), heads)[..., 0]
 
 
-def _parts(x: Heads) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(BF16 values or codes as BF16, scale or None); every e4m3 number is a BF16 number."""
-    return (x.codes.bfloat16(), x.scale) if isinstance(x, HeadCodes) else (x, None)
+@dataclass(frozen=True)
+class _Rows:
+    """K, V or Q with one row per (storage row, head): a block's gather is whole rows in their order.
 
-
-@dataclass
-class _Keys:
-    """One KV block of every active tile, FP32: k [n, G, D, KB], v [n, G, KB, D].
-
-    k_scale: [n, G, 1, KB], or 1.0 in BF16. v_scale: [n, G, 1, KB] times LIFT; None in BF16.
+    data: BF16 [S * heads, D], or e4m3 codes; scale: FP32 [S * heads, 1], or None.
     """
 
-    k: torch.Tensor
-    v: torch.Tensor
-    k_scale: torch.Tensor | float = 1.0
-    v_scale: torch.Tensor | None = None
+    data: torch.Tensor
+    scale: torch.Tensor | None
+    heads: int
 
     @classmethod
-    def load(cls, k: Heads, v: Heads, rows: torch.Tensor, absent: torch.Tensor) -> _Keys:
-        """Gather the block; `absent` keys are exact zeros.
+    def of(cls, x: Heads) -> _Rows:
+        """Rows of BF16 or coded heads [S, heads, D]."""
+        if isinstance(x, torch.Tensor):
+            return cls(x.reshape(-1, x.shape[-1]), None, x.shape[1])
+        return cls(x.codes.flatten(0, 1), x.scale.reshape(-1, 1), x.codes.shape[1])
 
-        Storage past a sequence's end holds anything, NaN included: 0 * NaN must not reach P V.
-        """
-        if isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor):
-            values = v[rows].permute(0, 2, 1, 3).float()
-            values.masked_fill_(absent[:, None, :, None], 0.0)
-            return cls(k[rows].permute(0, 2, 3, 1).float(), values)
-        assert isinstance(k, HeadCodes) and isinstance(v, HeadCodes)
-        k, v = k.take(rows), v.take(rows)
-        values = v.codes.float().permute(0, 2, 1, 3).masked_fill(absent[:, None, :, None], 0.0)
-        v_scale = v.scale.permute(0, 2, 1)[:, :, None].masked_fill(absent[:, None, None, :], 0.0)
-        k_scale = k.scale.permute(0, 2, 1)[:, :, None]
-        return cls(k.codes.float().permute(0, 2, 3, 1), values, k_scale, v_scale * LIFT)
+    def take(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(values or codes FP32 [..., D], scales [..., 1] or None) of some rows."""
+        if self.scale is None:
+            return _take(self.data, rows).float(), None
+        codes = _take(self.data.view(torch.uint8), rows).view(self.data.dtype)
+        return codes.float(), _take(self.scale, rows)
+
+
+def _attend(
+    q: torch.Tensor,
+    keys: _Rows,
+    values: _Rows,
+    chunk: _Chunk,
+    factor: float | torch.Tensor,
+    restart: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [n, G, rows, D], lse [n, G, rows, 1]) of a chunk's tiles, q FP32 [n, G, ROWS, D].
+
+    factor: what scores are multiplied by, one number or [n, G, rows, 1]. restart: blocks a split.
+
+    Online softmax: products and exponentials of all (block, tile) pairs at once, then folded in
+    block order. P is rounded to BF16 (coded K and V: P * scale of V * LIFT to FP16) before P V; the sum
+    takes P unrounded.
+    """
+    rows = chunk.rows
+    (k, k_scale), (v, v_scale) = (x.take(chunk.key_rows) for x in (keys, values))
+    if chunk.absent is not None:
+        # storage past a sequence's end holds anything, NaN included: 0 * NaN must not reach P V
+        for x in (v,) if v_scale is None else (v, v_scale):
+            x.view(-1, x.shape[-1]).index_fill_(0, chunk.absent, 0.0)
+    if isinstance(factor, torch.Tensor):
+        factor = factor.index_select(0, chunk.pair_tile)
+    k, v, k_scale, v_scale = (chunk.of_pairs(x) for x in (k, v, k_scale, v_scale))
+    scores = _batched(q.index_select(0, chunk.pair_tile), k.transpose(2, 3))[:, :, :rows]
+    if k_scale is not None:
+        scores = scores * k_scale.transpose(2, 3)
+    scores = scores * factor
+    partial, hidden = chunk.hidden
+    scores[partial] = scores[partial].masked_fill_(hidden, float("-inf"))
+    maxima, keeps = _running_maxima(scores, chunk.counts, restart)
+    p = exp(scores.sub_(maxima[..., None]))
+    sums = row_sum(p)
+    padded = torch.zeros(*p.shape[:2], ROWS, p.shape[3], device=p.device)
+    rounded = p.bfloat16() if v_scale is None else (p * (v_scale.transpose(2, 3) * LIFT)).half()
+    padded[:, :, :rows] = rounded
+    products = _batched(padded, v)[:, :, :rows]
+    state = _fold_blocks(chunk, maxima, exp(keeps), sums, products, restart)
+    return state.acc.div_(state.total[..., None]), (state.m + log(state.total))[..., None]
+
+
+def _fold_blocks(
+    chunk: _Chunk,
+    maxima: torch.Tensor,
+    keep: torch.Tensor,
+    sums: torch.Tensor,
+    products: torch.Tensor,
+    restart: int,
+) -> _State:
+    """Every tile's state after its last block, from the pairs' maxima, rescalings, sums and products."""
+    n, first, before = chunk.counts[0], 0, 0
+    total = torch.zeros(n, *sums.shape[1:], device=sums.device)
+    acc = torch.zeros(n, *products.shape[1:], device=sums.device)
+    whole: _State | None = None
+    for block, count in enumerate(chunk.counts):
+        if block and block % restart == 0:
+            if whole is None:
+                whole = _State(torch.full_like(total, _NEVER), *map(torch.zeros_like, (total, acc)))
+            # these tiles go on into a next split; the others' last split is folded in at the end
+            whole.fold(count, _State(maxima[before : before + count], total[:count], acc[:count]))
+            total[:count] = 0.0
+            acc[:count] = 0.0
+        pairs = slice(first, first + count)
+        total[:count].mul_(keep[pairs]).add_(sums[pairs])
+        acc[:count].mul_(keep[pairs, ..., None]).add_(products[pairs])
+        before, first = first, first + count
+    # a tile leaves the loop after its last block: its final maximum stands in that block's pair
+    last = _State(maxima[chunk.last_pair], total, acc)
+    if whole is None:
+        return last
+    whole.fold(n, last)
+    return whole
 
 
 @dataclass
 class _State:
-    """Running maximum, sum and accumulator of every tile row: [tiles, G, ROWS] and [.., D]."""
+    """Running maximum and sum [n, G, rows] and accumulator [n, G, rows, D] of tiles."""
 
     m: torch.Tensor
     total: torch.Tensor
     acc: torch.Tensor
 
-    @classmethod
-    def empty(cls, q: torch.Tensor) -> _State:
-        """Before any key."""
-        m = torch.full(q.shape[:3], _NEVER, device=q.device)
-        return cls(m, torch.zeros_like(m), torch.zeros_like(q))
+    def fold(self, count: int, split: _State) -> None:
+        """Add the next split of the first `count` tiles. Into an empty state it is a copy, and a split
+        that a row does not reach (maximum _NEVER) adds exact zeros with weights 1 and 0."""
+        m = torch.maximum(self.m[:count], split.m)
+        old, new = exp(self.m[:count] - m), exp(split.m - m)
+        self.m[:count] = m
+        self.total[:count] = fma(self.total[:count], old, split.total * new)
+        scaled = split.acc * new[..., None]
+        self.acc[:count] = fma(self.acc[:count], old[..., None], scaled)
 
-    def take(self, tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The state of some tiles."""
-        return self.m[tiles], self.total[tiles], self.acc[tiles]
 
-    def put(self, tiles: torch.Tensor, new: tuple[torch.Tensor, ...]) -> None:
-        """Replace the state of some tiles."""
-        self.m[tiles], self.total[tiles], self.acc[tiles] = new
+def _running_maxima(
+    scores: torch.Tensor, counts: list[int], restart: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per pair: the split's maximum up to and including its block, and maximum before - after it."""
+    maxima = scores.amax(-1)
+    keeps = torch.empty_like(maxima)
+    empty = torch.full_like(maxima[: counts[0]], _NEVER)
+    m, first = empty, 0
+    for block, count in enumerate(counts):
+        if block % restart == 0:
+            m = empty
+        after = torch.maximum(m[:count], maxima[first : first + count])
+        torch.sub(m[:count], after, out=keeps[first : first + count])
+        maxima[first : first + count] = after
+        m, first = after, first + count
+    return maxima, keeps
 
-    def fold(self, split: _State, tiles: _Tiles, first_key: int) -> _State:
-        """This and the next split together; a row before the split's first key keeps its own state."""
-        seen = (tiles.row_position >= first_key)[:, None, :]
-        m = torch.maximum(self.m, split.m)
-        old, new = exp(self.m - m), exp(split.m - m)
-        total = fma(self.total, old, split.total * new)
-        acc = fma(self.acc, old[..., None], split.acc * new[..., None])
-        return _State(
-            torch.where(seen, m, self.m),
-            torch.where(seen, total, self.total),
-            torch.where(seen[..., None], acc, self.acc),
-        )
+
+def _take(x_RD: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """x[rows] by index_select, which copies whole rows many times faster than advanced indexing."""
+    return x_RD.index_select(0, rows.flatten()).view(*rows.shape, x_RD.shape[1])
 
 
 def _batched(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -152,34 +213,38 @@ def _batched(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return out.view(*a.shape[:3], b.shape[-1])
 
 
-def _online_step(
-    scores: torch.Tensor,
-    keys: _Keys,
-    hidden: torch.Tensor,
-    m: torch.Tensor,
-    total: torch.Tensor,
-    acc: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Fold one KV block into (running maximum, sum, accumulator); the sum takes P unrounded."""
-    new_m = torch.maximum(m, scores.amax(-1))
-    p = exp(scores - new_m[..., None]).masked_fill_(hidden, 0.0)
-    keep = exp(m - new_m)
-    total = total * keep + row_sum(p)
-    p = p.bfloat16() if keys.v_scale is None else (p * keys.v_scale).half()
-    acc = acc * keep[..., None] + _batched(p.float(), keys.v)
-    return new_m, total, acc
+@dataclass(frozen=True)
+class _Chunk:
+    """Tiles worked on together, those that reach furthest first, and their (block, tile) pairs.
 
+    Pairs are in block order; block j has the first counts[j] tiles. rows: used rows of ROWS.
+    tiles: which n. key_rows: int64 [U, G, KB], storage row * G + KV head of each distinct
+    (sequence, block). absent: int64 [A], those of the U * G * KB rows past their sequence's end
+    (None: no such row). pair_keys: int64 [P], which of the U a pair reads (None: pair i reads i).
+    pair_tile: int64 [P]. last_pair: int64 [n]. hidden: int64 [M], pairs with a key after a query,
+    and bool [M, 1, rows, KB], where.
+    """
 
-def _padded_key_rows(key_rows: torch.Tensor, block: int) -> torch.Tensor:
-    missing = -key_rows.shape[1] % block
-    return torch.nn.functional.pad(key_rows, (0, missing))
+    rows: int
+    tiles: slice
+    counts: list[int]
+    key_rows: torch.Tensor
+    absent: torch.Tensor | None
+    pair_keys: torch.Tensor | None
+    pair_tile: torch.Tensor
+    last_pair: torch.Tensor
+    hidden: tuple[torch.Tensor, torch.Tensor]
+
+    def of_pairs(self, x: Any) -> Any:
+        """Rows of the distinct (sequence, block)s as rows of the pairs that read them; None stays."""
+        return x if x is None or self.pair_keys is None else x.index_select(0, self.pair_keys)
 
 
 class _Tiles:
     """Rows of the batch cut into tiles of one sequence: ROWS // group tokens x group query heads."""
 
-    def __init__(self, layout: Layout, group: int) -> None:
-        self.group = group
+    def __init__(self, layout: Layout, group: int, kv_heads: int, block: int) -> None:
+        self.group, self.kv_heads, self.block = group, kv_heads, block
         self.tokens_per_tile = ROWS // group
         sequence = layout.query_sequence
         order = torch.argsort(sequence, stable=True)
@@ -202,102 +267,93 @@ class _Tiles:
             (self.num_tiles * self.tokens_per_tile,), -1, device=order.device, dtype=torch.int64
         )
         position[self.slot_of_row] = layout.positions
-        position = position.view(self.num_tiles, self.tokens_per_tile)
-        self.last_position = position.amax(1)
-        self.row_position = self._fill_rows(position.repeat_interleave(group, dim=1), -1)
+        self.position = position.view(self.num_tiles, self.tokens_per_tile)
+        cuts = self._cut()
+        self._renumber([t for tiles, _, _ in cuts for t in tiles])
+        key_rows = F.pad(layout.key_rows, (0, -layout.key_rows.shape[1] % block))
+        self._keys = key_rows.view(key_rows.shape[0], -1, block)
+        self._ends = layout.context_lengths
+        self.chunks: list[_Chunk] = []
+        first = 0
+        for tiles, blocks, rows in cuts:
+            self.chunks.append(self._chunk(slice(first, first + len(tiles)), blocks, rows))
+            first += len(tiles)
 
-    def _fill_rows(self, x: torch.Tensor, value: int) -> torch.Tensor:
-        return torch.nn.functional.pad(x, (0, ROWS - x.shape[1]), value=value)
+    def _renumber(self, order: list[int]) -> None:
+        """Put the tiles in `order`, so that a chunk's tiles lie side by side."""
+        index = torch.tensor(order, device=self.position.device)
+        place = torch.empty_like(index)
+        place[index] = torch.arange(len(order), device=index.device)
+        n = self.tokens_per_tile
+        self.slot_of_row = place[self.slot_of_row // n] * n + self.slot_of_row % n
+        self.position, self.sequence = self.position[index], self.sequence[index]
 
-    def num_blocks(self, block: int) -> int:
-        """KV blocks the longest tile reaches into."""
-        return int(self.last_position.max()) // block + 1
+    def _cut(self) -> list[tuple[list[int], list[int], int]]:
+        """(tiles, blocks of each, used rows): one-token tiles apart, the furthest reaching first."""
+        blocks = (self.position.amax(1) // self.block + 1).tolist()
+        single = ((self.position >= 0).sum(1) == 1).tolist()
+        cuts: list[tuple[list[int], list[int], int]] = []
+        room = 0
+        for t in sorted(range(self.num_tiles), key=lambda t: (single[t], -blocks[t], t)):
+            rows = self.group if single[t] else self.group * self.tokens_per_tile
+            size = blocks[t] * self.kv_heads * rows * self.block
+            if not cuts or size > room or cuts[-1][2] != rows:
+                cuts.append(([], [], rows))
+                room = _CHUNK_SCORES
+            cuts[-1][0].append(t)
+            cuts[-1][1].append(blocks[t])
+            room -= size
+        return cuts
 
-    def active(self, first_key: int) -> torch.Tensor:
-        """Tiles with a query at or after absolute position `first_key` (others would add zeros)."""
-        return torch.nonzero(self.last_position >= first_key).flatten()
+    def _chunk(self, tiles: slice, blocks: list[int], rows: int) -> _Chunk:
+        device = self.position.device
+        index = lambda x: torch.tensor(x, dtype=torch.int64, device=device)  # noqa: E731
+        counts = [sum(b > j for b in blocks) for j in range(blocks[0])]
+        pair_tile = [i for count in counts for i in range(count)]
+        pair_block = [j for j, count in enumerate(counts) for _ in range(count)]
+        firsts = [sum(counts[:j]) for j in range(len(counts))]
+        sequence = self.sequence[tiles]
+        pairs = list(zip((sequence.tolist()[i] for i in pair_tile), pair_block, strict=True))
+        number = {pair: n for n, pair in enumerate(dict.fromkeys(pairs))}
+        distinct_sequence, distinct_block = index(list(number)).unbind(1)
+        offsets = torch.arange(self.block, device=device)
+        key_position = distinct_block[:, None] * self.block + offsets
+        absent = key_position >= self._ends[distinct_sequence, None]
+        absent = absent[:, None].expand(-1, self.kv_heads, -1).flatten().nonzero().flatten()
+        query_position = self.position[tiles][:, : rows // self.group][index(pair_tile)]
+        first_key = index(pair_block)[:, None, None, None] * self.block
+        hidden = (
+            first_key + offsets > query_position.repeat_interleave(self.group, 1)[:, None, :, None]
+        )
+        partial = hidden.flatten(1).any(1).nonzero().flatten()
+        rows_of_keys = self._keys[distinct_sequence, distinct_block][:, None] * self.kv_heads
+        return _Chunk(
+            rows=rows,
+            tiles=tiles,
+            counts=counts,
+            key_rows=rows_of_keys + torch.arange(self.kv_heads, device=device)[:, None],
+            absent=absent if len(absent) else None,
+            pair_keys=None if len(number) == len(pairs) else index([number[p] for p in pairs]),
+            pair_tile=index(pair_tile),
+            last_pair=index([firsts[b - 1] + i for i, b in enumerate(blocks)]),
+            hidden=(partial, hidden[partial]),
+        )
 
     def gather(self, q_THD: torch.Tensor, kv_heads: int) -> torch.Tensor:
         """[T, H, D] -> [tiles, G, ROWS, D], zero rows where there is no query."""
         _, heads, dim = q_THD.shape
         slots = self.num_tiles * self.tokens_per_tile
         rows = torch.zeros(slots, heads, dim, dtype=q_THD.dtype, device=q_THD.device)
-        rows[self.slot_of_row] = q_THD
+        rows.index_copy_(0, self.slot_of_row, q_THD)
         rows = rows.view(self.num_tiles, self.tokens_per_tile, kv_heads, self.group, dim)
         rows = rows.permute(0, 2, 1, 3, 4).reshape(self.num_tiles, kv_heads, -1, dim)
-        return torch.nn.functional.pad(rows, (0, 0, 0, ROWS - rows.shape[2]))
+        return F.pad(rows, (0, 0, 0, ROWS - rows.shape[2]))
 
-    def scatter(self, x: torch.Tensor, heads: int) -> torch.Tensor:
-        """[tiles, G, ROWS, C] -> [T, H, C]."""
+    def scatter(self, chunks: tuple[torch.Tensor, ...], heads: int) -> torch.Tensor:
+        """[tiles, G, rows, C] of each chunk -> [T, H, C]."""
+        rows = self.tokens_per_tile * self.group
+        x = torch.cat([F.pad(c, (0, 0, 0, rows - c.shape[2])) for c in chunks])
         tiles, kv_heads, _, width = x.shape
-        x = x[:, :, : self.tokens_per_tile * self.group]
-        x = x.reshape(tiles, kv_heads, self.tokens_per_tile, self.group, width)
+        x = x.view(tiles, kv_heads, self.tokens_per_tile, self.group, width)
         x = x.permute(0, 2, 1, 3, 4).reshape(-1, heads, width)
-        return x[self.slot_of_row]
-
-
-def attention_backward(
-    dout_THD: torch.Tensor,
-    q_THD: torch.Tensor,
-    k_THD: torch.Tensor,
-    v_THD: torch.Tensor,
-    out_THD: torch.Tensor,
-    lse_TH: torch.Tensor,
-    layout: PackedLayout,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv) BF16 of packed attention. Two partitions a segment: its own keys, and its prefix.
-
-    The backward is additive over KV partitions once each is given the global output and log-sum-exp,
-    so a prompt shared by a group is visited once for all its samples together. Deterministic:
-    segments are walked in order.
-    """
-    group = q_THD.shape[1] // k_THD.shape[1]
-    dout, q, k, v = (x.float() for x in (dout_THD, q_THD, k_THD, v_THD))
-    delta = (dout * out_THD.float()).sum(-1)
-    grads = tuple(torch.zeros_like(x) for x in (q, k, v))
-    tensors = (dout, q, k, v, lse_TH, delta)
-    for s in layout.segments:
-        own = slice(s.start, s.start + s.length)
-        _partition(tensors, grads, own, own, True, scale, group)
-    for prefix, rows in _shared_prefixes(layout.segments):
-        _partition(tensors, grads, rows, prefix, False, scale, group)
-    dq, dk, dv = (g.bfloat16() for g in grads)
-    return dq, dk, dv
-
-
-def _shared_prefixes(segments: tuple[Segment, ...]) -> list[tuple[slice, torch.Tensor]]:
-    """(prefix rows, all rows of the segments that continue it), in order of first use."""
-    users: dict[tuple[int, int], list[torch.Tensor]] = {}
-    for s in segments:
-        if s.prefix_length:
-            rows = torch.arange(s.start, s.start + s.length)
-            users.setdefault((s.prefix_start, s.prefix_length), []).append(rows)
-    return [(slice(p, p + n), torch.cat(rows)) for (p, n), rows in users.items()]
-
-
-def _partition(
-    tensors: tuple[torch.Tensor, ...],
-    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    queries: slice | torch.Tensor,
-    keys: slice,
-    causal: bool,
-    scale: float,
-    group: int,
-) -> None:
-    """Accumulate the gradients of `queries` attending to `keys` into (dq, dk, dv)."""
-    dout, q, k, v, lse, delta = tensors
-    dq, dk, dv = grads
-    heads_first = lambda x: x.transpose(0, 1)  # noqa: E731
-    q_, do = heads_first(q[queries]), heads_first(dout[queries])
-    k_ = heads_first(k[keys]).repeat_interleave(group, 0)
-    v_ = heads_first(v[keys]).repeat_interleave(group, 0)
-    scores = q_ @ k_.transpose(1, 2) * scale
-    p = torch.exp(scores - lse[queries].t()[..., None])
-    if causal:
-        p = p.tril()
-    ds = p * (do @ v_.transpose(1, 2) - delta[queries].t()[..., None]) * scale
-    dq[queries] += heads_first(ds @ k_)
-    fold = lambda x: heads_first(x.unflatten(0, (-1, group)).sum(1))  # noqa: E731
-    dk[keys] += fold(ds.transpose(1, 2) @ q_)
-    dv[keys] += fold(p.transpose(1, 2) @ do)
+        return x.index_select(0, self.slot_of_row)

@@ -8,26 +8,45 @@ of correctly rounded operations on its own inputs. torch's fused addcmul, lerp a
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 _LOG2E = 1.4426950408889634
 _LN2 = 0.6931471805599453
 _LN2_HIGH = 0.693145751953125
 """ln 2 cut to 16 bits: n * _LN2_HIGH is exact for |n| <= 128."""
 _LN2_LOW = 1.42860682030941723212e-6
-_EXP_TERMS = (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0)
+_EXP_TERMS = (1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0)
 _SQRT_HALF_BITS = 0x3F3504F3
+_ROUNDER = 1.5 * 2.0**23
+"""Adding it rounds |x| < 2^22 to the nearest even integer and leaves it in the low bits."""
+_JUST_BELOW = -87.30000305175781 - 2.0**-17
+"""The FP32 number before fl(-87.3)."""
+_PIECE = 1 << 16
+"""Elements a pass works on: the chain of passes stays in cache. Changes no bit."""
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:
     """e^x, FP32, within 2 ulp. Exactly 0 below -87.3; saturates at e^88.3 above; NaN stays NaN."""
-    bounded = x.clamp(-87.3, 88.3)
-    n = (bounded * _LOG2E).round_()
-    r = bounded.sub_(n * _LN2_HIGH).sub_(n * _LN2_LOW)
-    p = torch.full_like(r, 1 / 5040)
+    if x.numel() <= 2 * _PIECE:
+        return _exp(x)
+    out = torch.empty(x.shape, device=x.device)
+    flat = out.view(-1)
+    for into, piece in zip(flat.split(_PIECE), x.reshape(-1).split(_PIECE), strict=True):
+        into.copy_(_exp(piece))
+    return out
+
+
+def _exp(x: torch.Tensor) -> torch.Tensor:
+    # -88 has the exponent -127, whose power of two below is exactly 0
+    r = F.threshold(x, _JUST_BELOW, -88.0).clamp_(max=88.3)
+    shifted = (r * _LOG2E).add_(_ROUNDER)
+    n = shifted - _ROUNDER
+    r.sub_(n * _LN2_HIGH).sub_(n.mul_(_LN2_LOW))
+    p = (r * (1 / 5040)).add_(1 / 720)
     for term in _EXP_TERMS:
         p.mul_(r).add_(term)
-    power = n.to(torch.int32).add_(127).bitwise_left_shift_(23).view(torch.float32)
-    return p.mul_(power).masked_fill_(x < -87.3, 0.0)
+    power = shifted.view(torch.int32).mul_(1 << 23).add_(127 << 23).view(torch.float32)
+    return p.mul_(power)
 
 
 def log(x: torch.Tensor) -> torch.Tensor:
@@ -55,6 +74,21 @@ def row_sum(x: torch.Tensor) -> torch.Tensor:
             folded[..., 0] += x[..., -1]
         x = folded
     return x[..., 0]
+
+
+def sqrt(x: torch.Tensor) -> torch.Tensor:
+    """Correctly rounded FP32 square root of FP32 x >= 0.
+
+    torch's own goes through a vector library that misrounds some values (0.929395318 is one), so
+    it only proposes; the midpoints beside its answer are exact in FP64, their squares too.
+    """
+    guess = torch.sqrt(x.double()).float()
+    below = torch.nextafter(guess, torch.zeros_like(guess))
+    above = torch.nextafter(guess, torch.full_like(guess, torch.inf))
+    value = x.double()
+    low = (below.double() + guess.double()) * 0.5
+    high = (guess.double() + above.double()) * 0.5
+    return torch.where(low * low > value, below, torch.where(high * high < value, above, guess))
 
 
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,8 @@ ROW_STEP = 16
 ROW_LIMIT = 512
 """... and at most this many rows a call: a finite set of shapes, all of them checkable."""
 _EXACT_ROWS = 128
-"""Rows of FP64 work per pass: keeps the block product in cache. Changes no bit (sums are exact)."""
+_EXACT_TILE = 1 << 16
+"""Rows and elements of FP64 work per pass: keeps a tile in cache. Changes no bit (exact sums)."""
 
 
 def matmul_rows(x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
@@ -84,16 +85,36 @@ def _fp8_block(lhs: Operand, weight: QuantizedWeight) -> torch.Tensor:
         return weight.scale.t()[:, weight.logical_rows() // BLOCK].contiguous()
 
     sw_BN = weight.derived("column_scales", column_scales)
-    x_TK = lhs.codes.float().double()
-    outs = []
-    for x, sx in zip(x_TK.split(_EXACT_ROWS), lhs.scale.split(_EXACT_ROWS), strict=True):
-        acc = torch.zeros(x.shape[0], w_BKN.shape[2])
-        acc = acc.to(x.device)
-        for b in range(w_BKN.shape[0]):
-            dot = x[:, b * BLOCK : (b + 1) * BLOCK] @ w_BKN[b]
-            acc = dot.float().double().mul_(sx[:, b, None] * sw_BN[b]).add_(acc).float()
-        outs.append(acc)
-    return torch.cat(outs)
+    x_TK, tokens, features = lhs.codes.float().double(), lhs.codes.shape[0], w_BKN.shape[2]
+    out_TN = torch.empty(tokens, features, device=x_TK.device)
+    rows = min(tokens, _EXACT_ROWS)
+    columns = max(BLOCK, _EXACT_TILE // max(rows, 1) // BLOCK * BLOCK)
+    for t in range(0, tokens, rows):
+        for n in range(0, features, columns):
+            tile = slice(t, t + rows), slice(n, n + columns)
+            w, sw = w_BKN[:, :, tile[1]], sw_BN[:, tile[1]]
+            out_TN[tile] = _fold_blocks(x_TK[tile[0]], lhs.scale[tile[0]], w, sw)
+    return out_TN
+
+
+def _fold_blocks(
+    x_TK: torch.Tensor, sx_TB: torch.Tensor, w_BKN: torch.Tensor, sw_BN: torch.Tensor
+) -> torch.Tensor:
+    """FP32 [T, N] of one tile: acc = fma(fl(dot), fl(sx * sw), acc), block after block.
+
+    FP64 throughout; what is rounded to FP32 goes there and back. addcmul may or may not fuse: the
+    product of two FP32 values is exact in FP64, so both give the same bits.
+    """
+    shape = x_TK.shape[0], w_BKN.shape[2]
+    dot, acc = (torch.zeros(shape, dtype=torch.float64, device=x_TK.device) for _ in range(2))
+    single, scale = (torch.zeros(shape, device=x_TK.device) for _ in range(2))
+    for b in range(w_BKN.shape[0]):
+        torch.mm(x_TK[:, b * BLOCK : (b + 1) * BLOCK], w_BKN[b], out=dot)
+        dot.copy_(single.copy_(dot))
+        torch.mul(sx_TB[:, b, None], sw_BN[b], out=scale)
+        acc.addcmul_(dot, scale.double())
+        acc.copy_(single.copy_(acc))
+    return single
 
 
 def _fp8_row(lhs: Operand, weight: QuantizedWeight, promote: int) -> torch.Tensor:

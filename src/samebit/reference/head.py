@@ -9,8 +9,9 @@ from samebit.reference.exact import exp
 from samebit.reference.gemm import matmul_rows
 from samebit.reference.sampling import (
     Transform,
-    gumbel_noise,
+    gumbel_argmax,
     log_normaliser,
+    relative_and_normaliser,
     stream_key,
     transform_logits,
 )
@@ -103,13 +104,13 @@ def sample(
     for i in range(0, hidden_TK.shape[0], CHUNK):
         logits = head_logits(hidden_TK[i : i + CHUNK], head, vocabulary)
         logits = transform_logits(logits, transform)
-        if transform.temperature == 0.0:
-            chosen = _first_argmax(logits)
-        else:
+        chosen = _first_argmax(logits)
+        relative, lse = relative_and_normaliser(logits)
+        if transform.temperature != 0.0:
             keys = [stream_key(*c) for c in counters[i : i + CHUNK]]
-            chosen = _first_argmax(logits + gumbel_noise(keys, logits.shape[1], logits.device))
+            chosen = gumbel_argmax(logits, relative, keys)
         ids.append(chosen)
-        logps.append(_target_log_prob(logits, log_normaliser(logits), chosen))
+        logps.append(_target_log_prob(logits, lse, chosen))
     return torch.cat(ids), torch.cat(logps)
 
 

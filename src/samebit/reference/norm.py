@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from samebit.reference.exact import row_sum
+from samebit.reference.exact import row_sum, sqrt
 
 
 def rms_norm(
@@ -13,7 +13,7 @@ def rms_norm(
     """BF16 [..., K] -> (BF16 normed, FP32 rstd [..., 1]). gain: BF16 values."""
     x = x_TK.float()
     mean = row_sum(x * x) / x.shape[-1]
-    rstd = (1.0 / torch.sqrt(mean + eps))[..., None]
+    rstd = (1.0 / sqrt(mean + eps))[..., None]
     return ((x * rstd) * gain_K.float()).bfloat16(), rstd
 
 

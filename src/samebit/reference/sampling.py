@@ -50,8 +50,24 @@ def transform_logits(logits_TV: torch.Tensor, transform: Transform) -> torch.Ten
 
 def log_normaliser(logits_TV: torch.Tensor) -> torch.Tensor:
     """FP32 [T, 1] log-sum-exp of each row as maximum + log(fixed-tree sum)."""
+    return relative_and_normaliser(logits_TV)[1]
+
+
+def relative_and_normaliser(logits_TV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(exp(logits - row maximum) [T, V], log-sum-exp [T, 1]), FP32."""
     top = logits_TV.amax(-1, keepdim=True)
-    return top + log(row_sum(exp(logits_TV - top)))[:, None]
+    relative = torch.empty_like(logits_TV)
+    sums = torch.empty_like(top)
+    step = max(1, _CACHED // logits_TV.shape[1])
+    for i in range(0, logits_TV.shape[0], step):
+        rows = slice(i, i + step)
+        relative[rows] = exp(logits_TV[rows] - top[rows])
+        sums[rows, 0] = row_sum(relative[rows])
+    return relative, top + log(sums)
+
+
+_CACHED = 1 << 17
+"""Logits worked on at once, so that the chain of passes stays in cache. Changes no bit."""
 
 
 def stream_key(seed: int, sample_id: int, position: int) -> tuple[int, int]:
@@ -88,23 +104,70 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ _shift_right(x, 16)
 
 
-def noise_words(
-    keys: list[tuple[int, int]], vocabulary: int, device: torch.device
-) -> torch.Tensor:
-    """int32 [T, V]: the hash words mix(mix(v ^ low) + high) of every (token, vocabulary id)."""
-    low = torch.tensor([[_signed(k[0])] for k in keys], dtype=torch.int32, device=device)
-    high = torch.tensor([[_signed(k[1])] for k in keys], dtype=torch.int32, device=device)
-    ids = torch.arange(vocabulary, dtype=torch.int32, device=device)[None]
-    return _mix(_mix(ids ^ low) + high)
-
-
 def gumbel_noise(
     keys: list[tuple[int, int]], vocabulary: int, device: torch.device
 ) -> torch.Tensor:
     """FP32 [T, V] standard Gumbel noise; row t, column v depends on keys[t] and v only.
 
-    With h the word of (t, v): u = (h >> 9 + 0.5) * 2^-23, in (0, 1) exactly; -log(-log(u)).
+    h = mix(mix(v ^ low) + high); u = (h >> 9 + 0.5) * 2^-23, in (0, 1) exactly; -log(-log(u)).
     """
-    h = noise_words(keys, vocabulary, device)
-    u = (_shift_right(h, 9).float() + 0.5) * 2.0**-23
+    low, high = _key_columns(keys, device)
+    ids = torch.arange(vocabulary, dtype=torch.int32, device=device)[None]
+    return _gumbel(_uniform(low, high, ids))
+
+
+def _key_columns(
+    keys: list[tuple[int, int]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    signed = [[_signed(low), _signed(high)] for low, high in keys]
+    both = torch.tensor(signed, dtype=torch.int32, device=device)
+    return both[:, :1], both[:, 1:]
+
+
+def noise_words(
+    keys: list[tuple[int, int]], vocabulary: int, device: torch.device
+) -> torch.Tensor:
+    """int32 [T, V]: the hash word of every (token, vocabulary id); equal on every backend."""
+    low, high = _key_columns(keys, device)
+    return _words(low, high, torch.arange(vocabulary, dtype=torch.int32, device=device)[None])
+
+
+def _words(low: torch.Tensor, high: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return _mix(_mix(ids ^ low) + high)
+
+
+def _uniform(low: torch.Tensor, high: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    h = _words(low, high, ids)
+    return (_shift_right(h, 9).float() + 0.5) * 2.0**-23
+
+
+def _gumbel(u: torch.Tensor) -> torch.Tensor:
     return -log(-log(u))
+
+
+def gumbel_argmax(
+    logits_TV: torch.Tensor, relative_TV: torch.Tensor, keys: list[tuple[int, int]]
+) -> torch.Tensor:
+    """int64 [T]: the id with the largest logits + gumbel_noise(keys), the smallest on ties.
+
+    relative: exp(logits - row maximum). Noise is computed only where it can win. An id beats the
+    row's most likely one, of noise g, only if its own noise -log(-log(u)) reaches
+    t = (maximum - logit) + g; then 1 - u <= -log(u) <= exp(-t) = relative * exp(-g).
+    """
+    low, high = _key_columns(keys, logits_TV.device)
+    top, top_id = logits_TV.max(-1, keepdim=True)
+    g = _gumbel(_uniform(low, high, top_id.int()))
+    # the slack covers every rounding of logits, noise and their sum
+    reach = torch.exp(1e-3 + 1e-6 * top.abs() - g)
+    smallest = 0.5 * 2.0**-23
+    row, column = (relative_TV >= smallest / reach).nonzero().unbind(1)
+    u = _uniform(low[row, 0], high[row, 0], column.int())
+    able = 1.0 - u <= relative_TV[row, column] * reach[row, 0]
+    row, column, u = row[able], column[able], u[able]
+    row = torch.cat([row, torch.arange(len(keys), device=row.device)])
+    column = torch.cat([column, top_id[:, 0]])
+    score = logits_TV[row, column] + torch.cat([_gumbel(u), g[:, 0]])
+    best = torch.full_like(top[:, 0], float("-inf")).scatter_reduce_(0, row, score, "amax")
+    wins = score == best[row]
+    chosen = torch.full_like(top_id[:, 0], logits_TV.shape[1])
+    return chosen.scatter_reduce_(0, row[wins], column[wins], "amin")

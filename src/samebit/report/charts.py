@@ -12,7 +12,7 @@ Point = tuple[float, float]
 
 WIDTH, HEIGHT = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 54, 14, 12, 30
-MOST_POINTS = 800
+MOST_POINTS = 500
 """Points drawn per line; more are thinned to each bucket's extremes."""
 SMOOTH_FROM = 40
 """Lines with at least this many points get a moving average over a faint raw line."""
@@ -133,7 +133,11 @@ def line_chart(series: Sequence[Series], axis: Axis, smooth: bool = False) -> st
     for line in series:
         body.append(_line(line, axis, x_of, smooth and len(line.points) >= SMOOTH_FROM))
     data = [
-        {"n": s.name, "c": s.color, "p": [[x, y] for x, y in thin(s.points) if math.isfinite(y)]}
+        {
+            "n": s.name,
+            "c": s.color,
+            "p": _finite(thin(s.points)),
+        }
         for s in series
     ]
     span = [min(steps, default=0), max(steps, default=1)]
@@ -165,11 +169,18 @@ def stacked_bars(
     every = max(1, -(-len(steps) // 8))
     for i in range(0, len(steps), every):
         body.append(_x_label(LEFT + (i + 0.5) * slot, f"{steps[i]:g}"))
-    data = [
-        {"n": n, "c": c, "p": [[i, v] for i, v in enumerate(values)]} for n, c, values in layers
-    ]
+    data = [{"n": n, "c": c, "p": _finite(list(enumerate(values)))} for n, c, values in layers]
     content = {"s": data, "x": [-0.5, len(steps) - 0.5], "t": list(steps)}
     return _svg("".join(body), content)
+
+
+def _brief(value: float) -> float:
+    """Enough digits for the read-out; the page stays small."""
+    return float(f"{value:.5g}")
+
+
+def _finite(points: Sequence[Point]) -> list[list[float]]:
+    return [[x, _brief(y)] for x, y in points if math.isfinite(y)]
 
 
 def _bucket_means(values: Sequence[float], size: int) -> list[float]:
@@ -255,5 +266,5 @@ def _svg(body: str, data: object) -> str:
     packed = escape(json.dumps(data, separators=(",", ":")), quote=True)
     return (
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" data-chart="{packed}">'
-        f'{body}<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}" x1="-9" x2="-9"/></svg>'
+        f'{body}<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}" visibility="hidden"/></svg>'
     )

@@ -9,7 +9,13 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-COLORS = {"e4m3": "#2f6fdf", "int8": "#c2680a", "bf16": "#7c8594", "fp32": "#7a4fd0"}
+COLORS = {
+    "e4m3": "#2f6fdf",
+    "int8": "#c2680a",
+    "bf16": "#7c8594",
+    "fp32": "#7a4fd0",
+    "ids": "#7c8594",
+}
 """One colour per format, legible on light and on dark."""
 
 _LINEARS = ("qkv", "out", "gate_up", "down", "head")
@@ -55,7 +61,7 @@ def _input_of(flow: Mapping[str, Any], row: str) -> Mapping[str, Any]:
     if row == "log_prob":
         return {"format": "fp32"}
     if row == "embedding":
-        return flow["embedding"]
+        return {"format": "ids"}
     return flow["between"]
 
 
@@ -67,6 +73,8 @@ def _detail_of(flow: Mapping[str, Any], row: str) -> Mapping[str, Any] | None:
         return flow["attention"]["kv"]
     if row == "norm":
         return flow["norm"]
+    if row == "embedding":
+        return flow["embedding"]
     return None
 
 
@@ -90,8 +98,8 @@ def draw_flow(recipe: Mapping[str, Any], standalone: bool = False) -> str:
 
 def _markers() -> str:
     ends = "".join(
-        f'<marker id="end-{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
-        f'markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" fill="{color}"/></marker>'
+        f'<marker id="end-{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="4.5" '
+        f'markerHeight="4.5" orient="auto"><path d="M0 0L8 4L0 8z" fill="{color}"/></marker>'
         for name, color in COLORS.items()
     )
     return f"<defs>{ends}</defs>"
@@ -162,6 +170,8 @@ def _backward(x: float, backward: Mapping[str, Any]) -> str:
 def _legend(y: float) -> str:
     body, x = [], 10
     for name, color in COLORS.items():
+        if name == "ids":
+            continue
         label = {"e4m3": "FP8 (e4m3)", "int8": "INT8", "bf16": "BF16", "fp32": "FP32"}[name]
         body.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" rx="2" fill="{color}"/>')
         body.append(_text(x + 18, y, label, "small"))

@@ -179,9 +179,13 @@ def _distinct_plans(runs: Sequence[RunData]) -> list[RunData]:
 def _plan(run: RunData, named: bool) -> str:
     plan = run.plan
     recipe = plan["recipe"]
-    unified = plan.get("unified")
-    verdict = {True: "unified: rollout and training forward are one function", False: "mixed"}
-    about = f"{recipe.get('summary', '')}. {verdict.get(unified, '')}".strip(". ")
+    unified = bool(plan.get("unified"))
+    verdict = {
+        True: "Unified: rollout and training forward are one function",
+        False: "Not unified: rollout and training forward differ",
+    }
+    summary = str(recipe.get("summary", ""))
+    about = f"{summary[:1].upper()}{summary[1:]}. {verdict[unified]}".strip(". ")
     digest = str(plan.get("digest", ""))[:12]
     rows = "".join(
         f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>"

@@ -61,7 +61,7 @@ def all_panels(runs: Sequence[RunData]) -> list[Panel]:
         _lines(
             runs,
             "Completion length",
-            "Tokens per completion; dashed: the longest of the step.",
+            "Tokens per completion: the mean, and the longest of the step.",
             (("rollout/length_mean", "mean"), ("rollout/length_max", "longest")),
             low=0.0,
         ),
@@ -92,7 +92,7 @@ def all_panels(runs: Sequence[RunData]) -> list[Panel]:
         _lines(
             runs,
             "Throughput",
-            "Completion tokens per second: over the whole step, and while sampling (dashed).",
+            "Completion tokens per second: over the whole step, and while sampling.",
             (("perf/step_tokens_per_s", "step"), ("perf/rollout_tokens_per_s", "rollout")),
             low=0.0,
         ),
@@ -213,15 +213,38 @@ def _time(run: RunData, named: bool) -> Panel | None:
     return Panel(title, "Seconds of each step.", legend, chart)
 
 
+_QUANT = (
+    ("activation_saturated_share", "Saturated activations", "Codes at the format's largest value"),
+    ("activation_flushed_share", "Flushed activations", "Non-zero inputs whose code is 0"),
+    ("codes_moved_share", "Codes moved", "Weight codes that the step's update changed"),
+)
+
+
 def _quant(runs: Sequence[RunData]) -> list[Panel | None]:
-    kinds = (
-        ("activation_saturated_share", "Saturated activations", "Codes at the format's largest value, by role."),
-        ("activation_flushed_share", "Flushed activations", "Non-zero inputs whose code is 0, by role."),
-        ("codes_moved_share", "Codes moved", "Weight codes that the step's update changed, by role."),
-    )  # fmt: skip
+    """One run: a line per role. Several: each run's mean over roles, or nobody could read it."""
     panels = []
-    for kind, title, about in kinds:
-        roles = sorted({k.rsplit("/", 1)[1] for run in runs for k in run.keys(f"quant/{kind}/")})
-        metrics = [(f"quant/{kind}/{role}", role) for role in roles]
-        panels.append(_lines(runs, title, about, metrics, low=0.0, label=percent))
+    for kind, title, about in _QUANT:
+        if len(runs) == 1:
+            keys = runs[0].keys(f"quant/{kind}/")
+            metrics = [(key, key.rsplit("/", 1)[1]) for key in keys]
+            panels.append(_lines(runs, title, f"{about}, by role.", metrics, 0.0, percent))
+            continue
+        series = [
+            Series(run.name, points, color_of(i))
+            for i, run in enumerate(runs)
+            if (points := _role_means(run, f"quant/{kind}/"))
+        ]
+        if series:
+            axis = linear_axis([y for s in series for _, y in s.points], low=0.0, label=percent)
+            chart = line_chart(series, axis, smooth=True)
+            panels.append(_panel(title, f"{about}, mean over roles.", series, chart))
     return panels
+
+
+def _role_means(run: RunData, prefix: str) -> list[tuple[float, float]]:
+    points = []
+    for record in run.records:
+        values = [v for k, v in record.items() if k.startswith(prefix)]
+        if values:
+            points.append((float(record["step"]), sum(values) / len(values)))
+    return points

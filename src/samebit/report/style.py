@@ -18,7 +18,8 @@ h3{font-size:15px;margin:0}
 min-width:0}
 .grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(460px,1fr));gap:16px}
 .about{color:var(--muted);font-size:13px;margin:2px 0 8px}
-.legend{display:flex;flex-wrap:wrap;gap:2px 16px;font-size:13px;margin:0 0 4px;padding:0;list-style:none}
+.legend{display:flex;flex-wrap:wrap;gap:2px 16px;font-size:13px;margin:0 0 4px;padding:0;
+list-style:none}
 .legend svg{width:24px;height:10px;margin-right:6px;vertical-align:0}
 .chart{width:100%;height:auto;display:block;overflow:visible}
 .grid-line,.chart .grid{stroke:var(--grid);stroke-width:1}
@@ -39,7 +40,7 @@ td.number,th.number{text-align:right}
 .verdicts p{margin:0;padding:16px 18px;border-radius:8px;display:flex;gap:4px 16px;flex-wrap:wrap;
 align-items:baseline}
 .verdicts.line p{padding:7px 12px}
-.verdicts b{font-size:22px}.verdicts.line b{font-size:15px}
+.verdicts b{font-size:28px;line-height:1.2}.verdicts.line b{font-size:15px}
 .exact{background:var(--good-bg)}.inexact{background:var(--bad-bg)}
 .tile.exact,.tile.inexact{background:var(--card)}
 .dot{display:inline-block;width:10px;height:10px;border-radius:5px;margin-right:8px}
@@ -72,7 +73,7 @@ for(const svg of document.querySelectorAll('svg[data-chart]')){
    if(best===null||Math.abs(p[0]-want)<Math.abs(best-want))best=p[0];
   if(best===null)return;
   const at=left+(best-d.x[0])/span*(width-left-right);
-  cursor.setAttribute('x1',at);cursor.setAttribute('x2',at);
+  cursor.setAttribute('x1',at);cursor.setAttribute('x2',at);cursor.setAttribute('visibility','visible');
   tip.replaceChildren();
   const head=document.createElement('div');
   head.textContent='step '+(d.t?d.t[best]:best);tip.append(head);
@@ -87,6 +88,6 @@ for(const svg of document.querySelectorAll('svg[data-chart]')){
   tip.style.left=x+'px';tip.style.top=(e.clientY+14)+'px';
  });
  svg.addEventListener('mouseleave',()=>{tip.style.display='none';
-  cursor.setAttribute('x1',-9);cursor.setAttribute('x2',-9)});
+  cursor.setAttribute('visibility','hidden')});
 }
 """

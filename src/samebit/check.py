@@ -1,0 +1,292 @@
+"""What this machine can do, and proof on the spot that rollout and training are the same bits here.
+
+Each result has a bar; `failed` lists the ones that missed it. Everything is built in memory.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+from samebit.formats import E4M3
+from samebit.layout import PackedLayout, Segment
+from samebit.models.config import ModelConfig
+from samebit.models.decoder import Decoder, linear_shapes
+from samebit.quant.ops import get_ops
+from samebit.quant.plan import load_recipe, recipe_names, resolve
+from samebit.reference.attention import ROWS
+from samebit.reference.gemm import ROW_LIMIT, ROW_STEP
+from samebit.reference.sampling import Transform
+from samebit.trace import differing_tokens, rollout_side, training_side
+
+TINY = ModelConfig(
+    family="qwen3",
+    hidden=192,
+    intermediate=320,
+    layers=2,
+    heads=6,
+    kv_heads=2,
+    head_dim=32,
+    vocab_size=203,
+    tokenizer_size=197,
+    rope_theta=10000.0,
+    rms_eps=1e-6,
+    tied=False,
+    max_position=256,
+    qkv_bias=True,
+    qk_norm=True,
+)
+"""Awkward on purpose: partial blocks, grouped heads, bias, head norms, masked ids."""
+
+LENGTHS = (18, 5, 11, 24)
+SHAPES = ((576, 960), (1536, 576), (576, 2048))
+"""(K, N) of the library products that are tried over every allowed row count."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One check: what was found and whether it met its bar."""
+
+    name: str
+    passed: bool
+    detail: str
+    seconds: float
+
+
+def environment() -> dict[str, Any]:
+    """Versions, processor, devices and which backends exist (and why not)."""
+    flags, model = _cpu()
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cpu": model,
+        "cpu_flags": [f for f in flags if f in _FLAGS],
+        "triton": _version("triton"),
+        "gpus": _gpus(),
+        "backends": _backends(),
+        "recipes": {name: _kind(name) for name in recipe_names()},
+    }
+
+
+_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd")
+
+
+def _cpu() -> tuple[list[str], str]:
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return [], platform.processor() or platform.machine()
+    fields: dict[str, str] = {}
+    for line in path.read_text().splitlines():
+        name, colon, value = line.partition(":")
+        if colon:
+            fields[name.strip()] = value.strip()
+    flags = fields.get("flags", fields.get("Features", "")).split()
+    return flags, fields.get("model name", platform.machine())
+
+
+def _version(package: str) -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpus() -> list[dict[str, Any]]:
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for i in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(i)
+        found.append(
+            {
+                "name": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "memory_bytes": properties.total_memory,
+            }
+        )
+    return found
+
+
+def _backends() -> dict[str, str]:
+    """Backend by device: `available` or the reason why not."""
+    found = {"cpu": f"available: {get_ops(torch.device('cpu')).NAME}"}
+    if not torch.cuda.is_available():
+        found["cuda"] = "unavailable: torch finds no CUDA device"
+        return found
+    try:
+        found["cuda"] = f"available: {get_ops(torch.device('cuda')).NAME}"
+    except (ValueError, ImportError) as error:
+        found["cuda"] = f"unavailable: {error}"
+    return found
+
+
+def _kind(name: str) -> str:
+    from samebit.quant.flow import is_unified
+
+    return "unified" if is_unified(load_recipe(name)) else "mixed"
+
+
+# --- results -------------------------------------------------------------------------------------
+
+
+def results(progress: Callable[[int], None] | None = None) -> Iterator[Result]:
+    """Every check in turn."""
+    unified = [name for name in recipe_names() if _kind(name) == "unified"]
+    mixed = [name for name in recipe_names() if _kind(name) == "mixed"]
+    checks: list[tuple[str, Callable[[], tuple[bool, str]]]] = [
+        ("e4m3 cast rounds to nearest even", _cast),
+        ("library matmul rows do not know each other", _matmul_rows),
+        ("attention products do not know each other", _attention_products),
+        *((f"parity of {name}", lambda name=name: _parity(name)) for name in unified),
+        *((f"mismatch of {name} is seen", lambda name=name: _mixed(name)) for name in mixed),
+    ]
+    for name, check in checks:
+        start = time.perf_counter()
+        passed, detail = check()
+        yield Result(name, passed, detail, time.perf_counter() - start)
+        if progress is not None:
+            progress(1)
+
+
+def number_of_checks() -> int:
+    """How many results there will be."""
+    return 3 + len(recipe_names())
+
+
+def report() -> dict[str, Any]:
+    """Environment and results as plain values."""
+    found = [asdict(result) for result in results()]
+    failed = [result["name"] for result in found if not result["passed"]]
+    return {"environment": environment(), "results": found, "failed": failed}
+
+
+def _cast() -> tuple[bool, str]:
+    """Every BF16 value within range against the definition over all 254 finite codes."""
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    x = bits.view(torch.bfloat16).float()
+    x = x[torch.isfinite(x) & (x.abs() <= 448.0)]
+    codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(E4M3.dtype)
+    values = codes.float().double()[:127]
+    magnitude = x.abs().double()
+    upper = torch.searchsorted(values, magnitude).clamp(max=126)
+    lower = (upper - 1).clamp(min=0)
+    below, above = magnitude - values[lower], values[upper] - magnitude
+    tie_even = torch.where(lower % 2 == 0, lower, upper)
+    nearest = torch.where(below < above, lower, torch.where(above < below, upper, tie_even))
+    want = torch.copysign(values[nearest], x.double())
+    wrong = int((x.to(E4M3.dtype).float().double() != want).sum())
+    return wrong == 0, f"{len(x):,} values, {wrong} wrong"
+
+
+def _random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _matmul_rows() -> tuple[bool, str]:
+    """Row bits for every allowed row count and at another place in the batch."""
+    tried = 0
+    for dtype in (torch.bfloat16, torch.float32):
+        for features, outputs in SHAPES:
+            x = _random(ROW_LIMIT, features, dtype=dtype, seed=features)
+            w = _random(outputs, features, dtype=dtype, seed=outputs)
+            whole = linear(x, w)
+            for rows in range(ROW_STEP, ROW_LIMIT + 1, ROW_STEP):
+                start = (ROW_LIMIT - rows) // 3
+                part = linear(x[start : start + rows].contiguous(), w)
+                tried += 1
+                if not _same(part, whole[start : start + rows]):
+                    return False, (
+                        f"{dtype} {rows} rows of K {features}, N {outputs} differ from "
+                        f"{ROW_LIMIT} rows: this library is not row-invariant at "
+                        f"{torch.get_num_threads()} threads"
+                    )
+    return True, f"{tried} shapes: {ROW_STEP} to {ROW_LIMIT} rows in steps of {ROW_STEP}"
+
+
+def _attention_products() -> tuple[bool, str]:
+    """A batched product's bits for every batch count, as attention calls it."""
+    counts = (1, 2, 3, 5, 8, 13, 40, 128)
+    for width in (32, 64, 128):
+        a = _random(counts[-1], ROWS, width, dtype=torch.float32, seed=width)
+        b = _random(counts[-1], width, 64, dtype=torch.float32, seed=width + 1)
+        whole = torch.bmm(a, b)
+        back = torch.bmm(whole, b.transpose(1, 2).contiguous())
+        for count in counts:
+            start = (counts[-1] - count) // 2
+            part = slice(start, start + count)
+            scores = torch.bmm(a[part].contiguous(), b[part].contiguous())
+            out = torch.bmm(scores, b[part].transpose(1, 2).contiguous())
+            if not (_same(scores, whole[part]) and _same(out, back[part])):
+                return False, f"{count} products of {ROWS} x {width} x 64 differ from {counts[-1]}"
+    return True, f"batches of {counts[0]} to {counts[-1]} at head sizes 32, 64 and 128"
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def tiny_model(recipe: str, seed: int = 0) -> Decoder:
+    """A random Decoder under a recipe, after an optimiser step and a refresh."""
+    model = Decoder(TINY, resolve(load_recipe(recipe), linear_shapes(TINY)))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.08
+            parameter.copy_(1 + noise if "norm" in name else noise)
+    model.refresh()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ids = torch.tensor(_sequences()[3])
+    layout = PackedLayout((Segment(0, len(ids)),))
+    hidden = model(ids, layout, "train")
+    logp, _ = model.log_prob(hidden[:-1], ids[1:], Transform(1.0, 0, 1.0))
+    (-logp.mean()).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    model.refresh()
+    return model
+
+
+def _sequences() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    high = TINY.tokenizer_size
+    return [torch.randint(0, high, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def _parity(recipe: str) -> tuple[bool, str]:
+    """batch of m = n, prefill = training forward, decode = prefill: bits of every log-prob."""
+    model, sequences = tiny_model(recipe), _sequences()
+    packed = training_side(model, sequences, digests=False).logp_T
+    alone = torch.cat([training_side(model, [s], digests=False).logp_T for s in sequences])
+    prefill = rollout_side(model, sequences, chunk=max(LENGTHS), digests=False).logp_T
+    decode = rollout_side(model, sequences, chunk=1, digests=False).logp_T
+    pairs = {
+        "batch of 4 = batch of 1": differing_tokens(packed, alone),
+        "prefill = training forward": differing_tokens(prefill, packed),
+        "decode = prefill": differing_tokens(decode, prefill),
+    }
+    missed = [f"{name}: {count} tokens differ" for name, count in pairs.items() if count]
+    finite = bool(torch.isfinite(packed).all())
+    tokens = sum(LENGTHS)
+    good = f"0 of {tokens} tokens differ, after an optimiser step ({', '.join(pairs)})"
+    return not missed and finite, "; ".join(missed) or (good if finite else "not finite")
+
+
+def _mixed(recipe: str) -> tuple[bool, str]:
+    """A mixed recipe must show a mismatch, or the measurement is broken."""
+    model, sequences = tiny_model(recipe), _sequences()
+    trainer = training_side(model, sequences, digests=False).logp_T
+    sampler = rollout_side(model, sequences, chunk=max(LENGTHS), digests=False).logp_T
+    count, gap = differing_tokens(trainer, sampler), (trainer - sampler).abs()
+    detail = f"{count} of {sum(LENGTHS)} tokens differ, mean |dlogp| {float(gap.mean()):.2g}"
+    return count > sum(LENGTHS) // 2, detail

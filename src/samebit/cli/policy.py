@@ -1,0 +1,78 @@
+"""A model to run from what a user names: a run folder, a checkpoint, a TOML file, or a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from samebit.config import Config, TaskSection
+from samebit.config_io import load
+from samebit.models.decoder import Decoder
+from samebit.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Target:
+    """What was named, before anything large is read.
+
+    config: of the run or file, or defaults around a bare model (task name ""). checkpoint: the
+    weights of the run, or None for the model's own.
+    """
+
+    config: Config
+    checkpoint: Path | None
+
+    @property
+    def describe(self) -> str:
+        """The weights in words."""
+        return str(self.checkpoint) if self.checkpoint else self.config.model
+
+
+def find_target(name: str, overrides: Sequence[tuple[str, str]] = ()) -> Target:
+    """Sort out `name`; ValueError for a run without a complete checkpoint."""
+    path = Path(name)
+    if path.suffix == ".toml":
+        return Target(load(path, overrides), None)
+    if (path / "config.toml").is_file():
+        from samebit.train.checkpoint import newest
+
+        checkpoint = newest(path / "checkpoints")
+        if checkpoint is None:
+            raise ValueError(f"{path}: no complete checkpoint in {path / 'checkpoints'}")
+        return Target(load(path / "config.toml", overrides), checkpoint)
+    if (path / "state.json").is_file():
+        from samebit.train.checkpoint import problem_of
+
+        problem = problem_of(path)
+        if problem is not None:
+            raise ValueError(f"{path}: unreadable checkpoint: {problem}")
+        config = path.parent.parent / "config.toml"
+        return Target(load(config, overrides), path)
+    given = {key for key, _ in overrides}
+    extra = [(k, v) for k, v in (("model", name), ("task.name", "none")) if k not in given]
+    return Target(load(None, [*extra, *overrides]), None)
+
+
+def load_policy(target: Target, recipe: str | None = None) -> tuple[Decoder, Tokenizer, Path]:
+    """(model under the recipe, tokenizer, folder the model came from)."""
+    from samebit.loop import choose_device, set_threads
+    from samebit.models.load import load_model
+    from samebit.models.source import resolve
+    from samebit.quant.plan import load_recipe
+    from samebit.train.checkpoint import load_weights
+
+    chosen = load_recipe(recipe or target.config.recipe)
+    set_threads(target.config)
+    source = resolve(target.config.model)
+    model = load_model(source, chosen, choose_device(target.config))
+    if target.checkpoint is not None:
+        load_weights(target.checkpoint, model)
+    return model, Tokenizer(source, model.config), source
+
+
+def needs_task(config: Config) -> TaskSection:
+    """The task of a config; ValueError for a bare model, which has none."""
+    if config.task.name == "none":
+        raise ValueError("a bare model has no task; give a run folder or a TOML file with [task]")
+    return config.task

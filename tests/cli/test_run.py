@@ -1,0 +1,169 @@
+"""The commands around one real run of a tiny model: train, resume, eval, rollout, export, trace."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from samebit.cli import main
+from samebit.log import read_json_lines
+from tests.tiny import tiny_folder
+
+CONFIG = """
+model = "{model}"
+recipe = "fp8"
+[run]
+save_every = 1
+threads = 1
+[task]
+name = "reasoning_gym"
+dataset = "chain_sum"
+parameters = {{min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1}}
+[rollout]
+max_tokens = 5
+[rl]
+prompts_per_step = 2
+group_size = 2
+[train]
+steps = 2
+learning_rate = 1e-3
+[eval]
+every = 2
+prompts = 2
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """(TOML file, folder of its finished run)."""
+    root = tmp_path_factory.mktemp("run")
+    model = tiny_folder(root / "model", "llama")
+    file = root / "tiny.toml"
+    file.write_text(CONFIG.format(model=model))
+    run = root / "out"
+    assert main(["train", str(file), "--out", str(run), "--quiet"]) == 0
+    return str(file), str(run)
+
+
+def test_the_run_is_exact_and_reported(made: tuple[str, str]):
+    folder = Path(made[1])
+    records = read_json_lines(folder / "metrics.jsonl")
+    assert [r["step"] for r in records] == [0, 1, 2]
+    assert all(r["mismatch/logp_abs_max"] == 0.0 for r in records[1:])
+    assert "Exactly 0" in (folder / "report.html").read_text()
+    samples = read_json_lines(folder / "samples.jsonl")
+    assert {s["step"] for s in samples} == {1, 2} and all("completion" in s for s in samples)
+    assert list((folder / "tb").glob("events.*"))
+
+
+def test_a_folder_in_use_is_refused_and_resuming_a_finished_run_ends(
+    made: tuple[str, str], capsys: Any
+):
+    file, run = made
+    before = (Path(run) / "metrics.jsonl").read_bytes()
+    assert main(["train", file, "--out", run, "--quiet"]) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert main(["train", file, "--out", run, "--quiet", "--resume"]) == 0
+    assert (Path(run) / "metrics.jsonl").read_bytes() == before
+    assert "exactly 0" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_eval_of_run_checkpoint_and_file(made: tuple[str, str], capsys: Any):
+    file, run = made
+    results = []
+    for target in (run, f"{run}/checkpoints/step_000002", file):
+        assert main(["eval", target, "--recipe", "fp8,bf16", "--json"]) == 0
+        results.append(json.loads(capsys.readouterr().out))
+    assert results[0][0]["reward_mean"] == results[1][0]["reward_mean"]
+    assert [row["recipe"] for row in results[2]] == ["fp8", "bf16"]
+    assert results[2][0]["samples"] == 2 and results[2][0]["weights"].endswith("model")
+    assert main(["eval", run, "--eval.samples", "3"]) == 0
+    assert "fp8: reward " in capsys.readouterr().out
+    assert main(["eval", f"{Path(run).parent}/model"]) == 2
+    assert "a bare model has no task" in capsys.readouterr().err
+
+
+def test_rollout_is_repeatable_and_writes_what_was_drawn(
+    made: tuple[str, str], capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    prompts = tmp_path / "p.jsonl"
+    chat = [{"role": "user", "content": "hello"}]
+    rows = [{"prompt": "hello"}, {"prompt": chat}]
+    prompts.write_text("\n".join(json.dumps(row) for row in rows))
+    out = tmp_path / "c.jsonl"
+    args = ["rollout", made[1], "--samples", "2", "--logps", "--rollout.max-tokens", "4"]
+    assert main([*args, "--prompts", str(prompts), "--out", str(out)]) == 0
+    found = read_json_lines(out)
+    assert len(found) == 4 and all(len(r["ids"]) == len(r["logps"]) <= 4 for r in found)
+    monkeypatch.setattr("sys.stdin", io.StringIO(prompts.read_text()))
+    capsys.readouterr()
+    assert main(args) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == found
+    # the same chat either way: same prompt ids, another sample id, so another draw
+    assert found[0]["prompt"] == found[2]["prompt"] == chat
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no prompt"),
+        ('{"prompt": "a"}\n{"prompt": 3}', "line 2: needs `prompt`"),
+        ('{"prompt": "a"}\nnope', "line 2: not JSON"),
+        ('{"prompt": [{"role": "user"}]}', "line 1: needs `prompt`"),
+    ],
+)
+def test_bad_prompts_are_named_by_line(tmp_path: Path, capsys: Any, text: str, said: str):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text(text)
+    assert main(["rollout", str(tmp_path), "--prompts", str(prompts)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_export_in_both_forms(made: tuple[str, str], capsys: Any, tmp_path: Path):
+    from safetensors import safe_open
+
+    run = made[1]
+    assert main(["export", run, str(tmp_path / "bf16")]) == 0
+    assert main(["export", run, str(tmp_path / "fp8"), "--fp8"]) == 0
+    name = "model.layers.0.mlp.down_proj.weight"
+    with safe_open(tmp_path / "bf16" / "model.safetensors", "pt") as file:
+        plain = file.get_tensor(name)
+    with safe_open(tmp_path / "fp8" / "model.safetensors", "pt") as file:
+        codes, scales = file.get_tensor(name), file.get_tensor(f"{name}_scale_inv")
+    assert plain.dtype == torch.bfloat16 and codes.dtype == torch.float8_e4m3fn
+    wide = scales.repeat_interleave(128, 0)[: codes.shape[0]]
+    wide = wide.repeat_interleave(128, 1)[:, : codes.shape[1]]
+    error = (codes.float() * wide - plain.float()).abs().max() / plain.float().abs().max()
+    # half a step of e4m3 at the top of its range is 1/28 of it, BF16 rounding far less
+    assert 0 < float(error) < 1 / 26
+    assert main(["export", run, str(tmp_path / "fp8"), "--fp8"]) == 2
+    assert "already exists" in capsys.readouterr().err
+    assert main(["export", run, str(tmp_path / "x"), "--fp8", "--recipe", "int8"]) == 2
+    assert "not in e4m3[128x128]" in capsys.readouterr().err
+
+
+def test_trace_of_a_run_and_of_a_text(made: tuple[str, str], capsys: Any):
+    assert main(["trace", "--model", made[1], "--tokens", "8", "--sequences", "2"]) == 0
+    assert main(["trace", "--model", made[1], "--text", "hello there"]) == 0
+    assert capsys.readouterr().out.count("all digests agree") == 2
+    assert main(["trace", "--model", made[1], "--tokens", "4", "--recipe", "int8-rollout"]) == 1
+
+
+def test_a_run_without_checkpoints_is_refused(tmp_path: Path, capsys: Any):
+    (tmp_path / "config.toml").write_text('model = "m"\n[task]\nname = "t"\n')
+    assert main(["eval", str(tmp_path)]) == 2
+    assert "no complete checkpoint" in capsys.readouterr().err

@@ -1,0 +1,14 @@
+"""Parity holds at one thread and at two; most tests run at one, faster for tiny tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
