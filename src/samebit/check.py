@@ -24,6 +24,7 @@ from samebit.quant.plan import load_recipe, recipe_names, resolve
 from samebit.reference.attention import ROWS
 from samebit.reference.gemm import ROW_LIMIT, ROW_STEP
 from samebit.reference.sampling import Transform
+from samebit.spec import Attention
 from samebit.trace import differing_tokens, rollout_side, training_side
 
 TINY = ModelConfig(
@@ -216,10 +217,10 @@ def _matmul_rows() -> tuple[bool, str]:
 
 def _attention_products() -> tuple[bool, str]:
     """A batched product's bits for every batch count, as attention calls it."""
-    counts = (1, 2, 3, 5, 8, 13, 40, 128)
+    counts, keys = (1, 2, 3, 5, 8, 13, 40, 128), Attention().kv_block
     for width in (32, 64, 128):
         a = _random(counts[-1], ROWS, width, dtype=torch.float32, seed=width)
-        b = _random(counts[-1], width, 64, dtype=torch.float32, seed=width + 1)
+        b = _random(counts[-1], width, keys, dtype=torch.float32, seed=width + 1)
         whole = torch.bmm(a, b)
         back = torch.bmm(whole, b.transpose(1, 2).contiguous())
         for count in counts:
@@ -228,7 +229,7 @@ def _attention_products() -> tuple[bool, str]:
             scores = torch.bmm(a[part].contiguous(), b[part].contiguous())
             out = torch.bmm(scores, b[part].transpose(1, 2).contiguous())
             if not (_same(scores, whole[part]) and _same(out, back[part])):
-                return False, f"{count} products of {ROWS} x {width} x 64 differ from {counts[-1]}"
+                return False, f"{count} products of {ROWS} x {width} x {keys} differ from {counts[-1]}"
     return True, f"batches of {counts[0]} to {counts[-1]} at head sizes 32, 64 and 128"
 
 

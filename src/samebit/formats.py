@@ -34,11 +34,12 @@ class Format:
 
 FP32 = Format("fp32", torch.float32, 4)
 BF16 = Format("bf16", torch.bfloat16, 2)
+FP16 = Format("fp16", torch.float16, 2)
 E4M3 = Format("e4m3", torch.float8_e4m3fn, 1, 448.0)
 INT8 = Format("int8", torch.int8, 1, 127.0)
 """INT8 is symmetric: -128 is never produced, so negation is exact."""
 
-FORMATS = {f.name: f for f in (FP32, BF16, E4M3, INT8)}
+FORMATS = {f.name: f for f in (FP32, BF16, FP16, E4M3, INT8)}
 
 
 def get_format(name: str) -> Format:

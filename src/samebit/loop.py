@@ -24,6 +24,7 @@ from samebit.models.load import load_model
 from samebit.models.source import resolve as resolve_model
 from samebit.models.tokenizer import Tokenizer
 from samebit.quant.flow import is_unified
+from samebit.quant.ops import missing_for_cuda
 from samebit.quant.plan import load_recipe
 from samebit.reporter import Reporter
 from samebit.rl.checks import check_pair
@@ -306,8 +307,11 @@ def held_out(task: Any, limit: int) -> list[Prompt]:
 
 
 def choose_device(config: Config) -> torch.device:
-    """run.device as a torch device; auto is the CPU until the GPU operators are wired in."""
-    return torch.device("cpu" if config.run.device == "auto" else config.run.device)
+    """run.device as a torch device; auto is the GPU where the kernels run, else the CPU."""
+    if config.run.device != "auto":
+        return torch.device(config.run.device)
+    missing = missing_for_cuda(torch.device("cuda"))
+    return torch.device("cuda" if missing is None else "cpu")
 
 
 def set_threads(config: Config) -> None:

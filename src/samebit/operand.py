@@ -34,6 +34,37 @@ class Operand:
     features: int
 
 
+@dataclass(frozen=True)
+class HeadCodes:
+    """Q, K or V as FP8 attention reads it: e4m3 codes [S, heads, D], FP32 scale [S, heads]."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes live."""
+        return self.codes.device
+
+    def dequantised(self) -> torch.Tensor:
+        """BF16 [S, heads, D]: what the backward differentiates at."""
+        return (self.codes.float() * self.scale[..., None]).bfloat16()
+
+    def put(self, rows: torch.Tensor, other: HeadCodes) -> None:
+        """Write `other` to these rows."""
+        self.codes.view(torch.uint8)[rows] = other.codes.view(torch.uint8)
+        self.scale[rows] = other.scale
+
+    def take(self, rows: torch.Tensor) -> HeadCodes:
+        """A copy of these rows."""
+        codes = self.codes.view(torch.uint8)[rows].view(self.codes.dtype)
+        return HeadCodes(codes, self.scale[rows])
+
+
+Heads = torch.Tensor | HeadCodes
+"""Q, K or V: BF16 [S, heads, D], or its codes."""
+
+
 @dataclass
 class QuantizedWeight:
     """A linear's weight as GEMMs read it; trainer and engine hold this one object.
@@ -52,6 +83,7 @@ class QuantizedWeight:
     scale: torch.Tensor | None
     version: int = 0
     _derived: dict[str, tuple[int, Any]] = field(default_factory=dict)
+    _kept: dict[str, Any] = field(default_factory=dict)
 
     @property
     def out_features(self) -> int:
@@ -81,6 +113,20 @@ class QuantizedWeight:
             held = (self.version, make())
             self._derived[name] = held
         return held[1]
+
+    def kept(self, name: str, make: Callable[[], Any]) -> Any:
+        """A value that depends on the layout only, made once for good (storage keeps its address)."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        return self._kept[name]
+
+    @property
+    def last_part_padded(self) -> bool:
+        """Whether the logical rows are the first rows of `codes`: only the last part is padded."""
+        offsets = [0]
+        for n in self.rows[:-1]:
+            offsets.append(offsets[-1] + n)
+        return tuple(offsets) == self.padded_offsets
 
 
 def allocate_weight(

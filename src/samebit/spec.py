@@ -46,6 +46,9 @@ FP8_TOKENS = Precision("e4m3", (BLOCK, 1))
 """Weight-gradient operands, groups of up to 128 tokens per feature."""
 FP8_BLOCK = Precision("e4m3", (BLOCK, BLOCK))
 FP8_ROW = Precision("e4m3", (1, 0))
+FP8_HEAD = FP8_ROW
+"""Q, K or V: one scale per token and head, so that appending to a cache never requantises."""
+FP16 = Precision("fp16")
 INT8_ROW = Precision("int8", (1, 0))
 
 
@@ -100,14 +103,16 @@ class Attention:
     """Attention's constants: block edges decide rounding, so they are part of the plan.
 
     kv_block: keys per online-softmax step, at absolute positions. kv_split: keys per declared split,
-    folded in order (0: one split). q, kv: what scores are computed from and the cache holds.
+    folded in order (0: one split). q, kv: what scores are computed from and the cache holds;
+    probabilities: what P (with FP8 K and V: P times the scale of V) is rounded to before P V.
+    The two constants are those of the Hopper kernels (docs/kernels-attention.md has the measurement).
     """
 
     q: Precision = BF16
     kv: Precision = BF16
     probabilities: Precision = BF16
-    kv_block: int = 64
-    kv_split: int = 0
+    kv_block: int = 128
+    kv_split: int = 1024
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from samebit.engine.api import Progress
 from samebit.engine.cache import PAGE_SIZE, PagePool, PrefixCache
 from samebit.engine.requests import SampleState, new_states, to_groups, transform_of
 from samebit.engine.scheduler import Batch, Scheduler, SchedulerStats
-from samebit.layers.kv import KVStore
+from samebit.layers.kv import KVStore, row_bytes
 from samebit.layout import PagedLayout
 from samebit.models.decoder import Decoder
 from samebit.models.tokenizer import Tokenizer
@@ -177,7 +177,10 @@ class Engine:
             c = self.model.config
             self.pool = self.prefix = None  # give the old one back before taking the new
             rows = pages * self.page_size
-            store = KVStore(c.layers, rows, c.kv_heads, c.head_dim, self.model.device)
+            precision = self.model.plan.recipe.rollout.attention.kv
+            store = KVStore(
+                c.layers, rows, c.kv_heads, c.head_dim, self.model.device, precision
+            )
             self.pool = PagePool(store, pages, self.page_size)
             self.prefix = PrefixCache(self.pool)
         return self.pool, self.prefix
@@ -191,7 +194,8 @@ class Engine:
         prompts = {s.prompt.ids for s in states}
         shared = sum(sorted(-(-len(ids) // size) for ids in prompts)[-places:])
         c = self.model.config
-        page_bytes = 2 * c.layers * c.kv_heads * c.head_dim * 2 * size
+        precision = self.model.plan.recipe.rollout.attention.kv
+        page_bytes = 2 * c.layers * c.kv_heads * row_bytes(c.head_dim, precision) * size
         return max(each, min(places * each + shared, AUTO_CACHE_BYTES // page_bytes))
 
     def refresh(self) -> None:

@@ -150,10 +150,27 @@ def rotary(
     return _Rotary.apply(x_THD, cos_TC, sin_TC, ops)  # type: ignore[return-value]
 
 
+def quantize_qkv(
+    q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, spec: Attention, ops: Any
+) -> tuple[Any, Any, Any]:
+    """(Q, K, V) as codes with one scale per token and head, under spec.q and spec.kv."""
+    return (
+        ops.quantize_heads(q_THD, spec.q),
+        ops.quantize_heads(k_TGD, spec.kv),
+        ops.quantize_heads(v_TGD, spec.kv),
+    )
+
+
 class _Attention(Function):
     @staticmethod
     def forward(ctx: Any, q, k, v, layout: PackedLayout, scale: float, spec: Attention, ops: Any):
-        out, lse = ops.attention(q, k, v, layout, scale, spec)
+        if spec.kv.block is None:
+            out, lse = ops.attention(q, k, v, layout, scale, spec)
+        else:
+            # straight-through: the backward is that of BF16 attention at the dequantised Q, K, V
+            codes = quantize_qkv(q, k, v, spec, ops)
+            out, lse = ops.attention(*codes, layout, scale, spec)
+            q, k, v = (x.dequantised() for x in codes)
         ctx.ops, ctx.layout, ctx.scale = ops, layout, scale
         ctx.save_for_backward(q, k, v, out, lse)
         return out

@@ -15,6 +15,7 @@ from samebit.layers.functional import (
     attention,
     embed,
     log_prob,
+    quantize_qkv,
     residual_add,
     rms_norm,
     rotary,
@@ -113,6 +114,8 @@ class Block(nn.Module):
             assert isinstance(call.layout, PackedLayout)
             y = attention(q, k, v, call.layout, scale, call.attention, ops)
         else:
+            if call.attention.kv.block is not None:
+                q, k, v = quantize_qkv(q, k, v, call.attention, ops)
             call.cache.write(self.index, call.slots, k, v)
             keys, values = call.cache.keys[self.index], call.cache.values[self.index]
             y, _ = ops.attention(q, keys, values, call.layout, scale, call.attention)

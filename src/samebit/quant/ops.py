@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from typing import Any
 
 import torch
@@ -11,12 +13,37 @@ from samebit import reference
 Ops = Any
 """A module with the operator set of `samebit.reference`."""
 
+HOPPER = (9, 0)
+"""The compute capability the kernels are proved on. Others keep other bits inside a tensor-core product."""
+
+
+def missing_for_cuda(device: torch.device) -> str | None:
+    """What keeps the Hopper kernels from running on a CUDA device; None when nothing does."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device (a CPU build of torch, or no driver)"
+    count, index = torch.cuda.device_count(), device.index or 0
+    if index >= count:
+        return f"there is no such device: torch sees {count}"
+    capability = torch.cuda.get_device_capability(index)
+    if capability != HOPPER:
+        name = torch.cuda.get_device_name(index)
+        return (
+            f"{name} has compute capability {capability[0]}.{capability[1]}; the kernels are written "
+            "and proved for 9.0 (H100, H200)"
+        )
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed (pip install triton)"
+    return None
+
 
 def get_ops(device: torch.device) -> Ops:
     """The operator set for a device; ValueError, with the way out, where none exists."""
     if device.type == "cpu":
         return reference
-    raise ValueError(
-        f"device {device} has no operator set yet: the Hopper kernels are not wired to the model. "
-        "Use --run.device cpu"
-    )
+    if device.type != "cuda":
+        raise ValueError(f"device {device} has no operator set; use --run.device cpu or cuda")
+    missing = missing_for_cuda(device)
+    if missing is not None:
+        raise ValueError(f"device {device} cannot be used: {missing}. Use --run.device cpu")
+    # late: triton must not be needed on a CPU
+    return importlib.import_module("samebit.kernels.ops")

@@ -5,12 +5,13 @@ The names below are the operator set. A backend is a module with these names and
 """
 
 from samebit.reference.activation import silu_mul, silu_mul_backward
-from samebit.reference.attention import attention, attention_backward
+from samebit.reference.attention import attention
+from samebit.reference.attention_backward import attention_backward
 from samebit.reference.embedding import embed, embed_backward
 from samebit.reference.gemm import gemm, input_grad, weight_grad
 from samebit.reference.head import head_logits, log_prob, log_prob_backward, sample
 from samebit.reference.norm import residual_add, rms_norm, rms_norm_backward
-from samebit.reference.quantize import quantize_activation, refresh_weight
+from samebit.reference.quantize import quantize_activation, quantize_heads, refresh_weight
 from samebit.reference.rotary import rotary, rotary_backward
 
 NAME = "reference"
@@ -27,6 +28,7 @@ __all__ = [
     "log_prob",
     "log_prob_backward",
     "quantize_activation",
+    "quantize_heads",
     "refresh_weight",
     "residual_add",
     "rms_norm",

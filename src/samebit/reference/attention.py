@@ -9,15 +9,19 @@ absolute position alone, and an absent key contributes an exact zero.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from samebit.layout import Layout, PackedLayout, Segment
-from samebit.reference.exact import exp, log, row_sum
+from samebit.layout import Layout
+from samebit.operand import Heads
+from samebit.reference.exact import exp, fma, log, row_sum
 from samebit.spec import Attention
 
 ROWS = 16
+LIFT = 256.0
+"""Lifts P x (scale of V) into FP16's normal range; divided out at the end. A power of two: exact."""
 _NEVER = -1.0e30
 """Running maximum before any key: finite, so that differences never make NaN."""
 _CHUNK_SCORES = 1 << 15
@@ -25,85 +29,172 @@ _CHUNK_SCORES = 1 << 15
 
 
 def attention(
-    q_THD: torch.Tensor,
-    k_SGD: torch.Tensor,
-    v_SGD: torch.Tensor,
+    q_THD: Heads,
+    k_SGD: Heads,
+    v_SGD: Heads,
     layout: Layout,
     scale: float,
     spec: Attention,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out BF16 [T, H, D], log-sum-exp FP32 [T, H], natural log).
 
-    q: BF16 queries of the batch's rows. k, v: BF16 rows that layout.key_rows points into (the packed
-    rows, or the cache). ValueError for a KV precision this backend does not implement.
+    q: queries of the batch's rows. k, v: rows that layout.key_rows points into (the packed rows, or
+    the cache). All BF16, or all codes with a scale per row and head: scores are then the codes'
+    products times the scales, and P times the scale of V is rounded to FP16 before it meets V's codes.
+    (maximum, sum, accumulator) restart every spec.kv_split keys; the splits are folded in order.
     """
-    if spec.kv.format != "bf16" or spec.kv_split:
-        raise ValueError(
-            f"the CPU reference has no attention over a {spec.kv} KV cache (split "
-            f"{spec.kv_split}); use a recipe with a BF16 KV cache there"
-        )
-    _, heads, _ = q_THD.shape
-    kv_heads = k_SGD.shape[1]
+    queries, keys, values = (_Rows.of(x) for x in (q_THD, k_SGD, v_SGD))
+    heads, kv_heads = queries.heads, keys.heads
     group = heads // kv_heads
     if group > ROWS:
         raise ValueError(f"{group} query heads per KV head; at most {ROWS} are supported")
+    assert spec.kv_split % spec.kv_block == 0, "a split is whole blocks"
     key = f"tiles/{group}/{kv_heads}/{spec.kv_block}"
     tiles = layout.derived(key, lambda: _Tiles(layout, group, kv_heads, spec.kv_block))
-    q = tiles.gather(q_THD, kv_heads).float()
-    # one row per (storage row, KV head): a block's gather is then whole rows in their final order
-    k, v = (x.reshape(-1, x.shape[-1]) for x in (k_SGD, v_SGD))
-    outs, lses = zip(
-        *[_attend(q[chunk.tiles], k, v, chunk, scale) for chunk in tiles.chunks], strict=True
-    )
-    return tiles.scatter(outs, heads).bfloat16(), tiles.scatter(lses, heads)[..., 0]
+    per_row = lambda x: tiles.gather(x.unflatten(0, (-1, heads)), kv_heads).float()  # noqa: E731
+    q = per_row(queries.data.bfloat16())
+    factor = None if queries.scale is None else per_row(queries.scale) * scale
+    outs, lses = [], []
+    for chunk in tiles.chunks:
+        factors = scale if factor is None else factor[chunk.tiles][:, :, : chunk.rows]
+        restart = spec.kv_split // spec.kv_block or len(chunk.counts)
+        out, lse = _attend(q[chunk.tiles], keys, values, chunk, factors, restart)
+        outs.append(out if factor is None else out * (1.0 / LIFT))
+        lses.append(lse)
+    return tiles.scatter(tuple(outs), heads).bfloat16(), tiles.scatter(tuple(lses), heads)[..., 0]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """K, V or Q with one row per (storage row, head): a block's gather is whole rows in their order.
+
+    data: BF16 [S * heads, D], or e4m3 codes; scale: FP32 [S * heads, 1], or None.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor | None
+    heads: int
+
+    @classmethod
+    def of(cls, x: Heads) -> _Rows:
+        """Rows of BF16 or coded heads [S, heads, D]."""
+        if isinstance(x, torch.Tensor):
+            return cls(x.reshape(-1, x.shape[-1]), None, x.shape[1])
+        return cls(x.codes.flatten(0, 1), x.scale.reshape(-1, 1), x.codes.shape[1])
+
+    def take(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(values or codes FP32 [..., D], scales [..., 1] or None) of some rows."""
+        if self.scale is None:
+            return _take(self.data, rows).float(), None
+        codes = _take(self.data.view(torch.uint8), rows).view(self.data.dtype)
+        return codes.float(), _take(self.scale, rows)
 
 
 def _attend(
-    q: torch.Tensor, k_RD: torch.Tensor, v_RD: torch.Tensor, chunk: _Chunk, scale: float
+    q: torch.Tensor,
+    keys: _Rows,
+    values: _Rows,
+    chunk: _Chunk,
+    factor: float | torch.Tensor,
+    restart: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [n, G, rows, D], lse [n, G, rows, 1]) of a chunk's tiles, q FP32 [n, G, ROWS, D].
 
-    k, v: BF16 [storage rows * G, D].
+    factor: what scores are multiplied by, one number or [n, G, rows, 1]. restart: blocks a split.
 
     Online softmax: products and exponentials of all (block, tile) pairs at once, then folded in
-    block order. P is rounded to BF16 before P V.
+    block order. P is rounded to BF16 (coded K and V: P * scale of V * LIFT to FP16) before P V; the sum
+    takes P unrounded.
     """
     rows = chunk.rows
-    k, v = (_take(x, chunk.key_rows).float() for x in (k_RD, v_RD))
+    (k, k_scale), (v, v_scale) = (x.take(chunk.key_rows) for x in (keys, values))
     if chunk.absent is not None:
         # storage past a sequence's end holds anything, NaN included: 0 * NaN must not reach P V
-        v.view(-1, v.shape[-1]).index_fill_(0, chunk.absent, 0.0)
-    if chunk.pair_keys is not None:
-        k, v = k.index_select(0, chunk.pair_keys), v.index_select(0, chunk.pair_keys)
-    scores = _batched(q.index_select(0, chunk.pair_tile), k.transpose(2, 3))[:, :, :rows] * scale
+        for x in (v,) if v_scale is None else (v, v_scale):
+            x.view(-1, x.shape[-1]).index_fill_(0, chunk.absent, 0.0)
+    if isinstance(factor, torch.Tensor):
+        factor = factor.index_select(0, chunk.pair_tile)
+    k, v, k_scale, v_scale = (chunk.of_pairs(x) for x in (k, v, k_scale, v_scale))
+    scores = _batched(q.index_select(0, chunk.pair_tile), k.transpose(2, 3))[:, :, :rows]
+    if k_scale is not None:
+        scores = scores * k_scale.transpose(2, 3)
+    scores = scores * factor
     partial, hidden = chunk.hidden
     scores[partial] = scores[partial].masked_fill_(hidden, float("-inf"))
-    maxima, keeps = _running_maxima(scores, chunk.counts)
+    maxima, keeps = _running_maxima(scores, chunk.counts, restart)
     p = exp(scores.sub_(maxima[..., None]))
     sums = row_sum(p)
     padded = torch.zeros(*p.shape[:2], ROWS, p.shape[3], device=p.device)
-    padded[:, :, :rows] = p.bfloat16()
+    rounded = p.bfloat16() if v_scale is None else (p * (v_scale.transpose(2, 3) * LIFT)).half()
+    padded[:, :, :rows] = rounded
     products = _batched(padded, v)[:, :, :rows]
-    keep, first = exp(keeps), 0
-    total = torch.zeros(chunk.counts[0], *sums.shape[1:], device=p.device)
-    acc = torch.zeros(chunk.counts[0], *products.shape[1:], device=p.device)
-    for count in chunk.counts:
+    state = _fold_blocks(chunk, maxima, exp(keeps), sums, products, restart)
+    return state.acc.div_(state.total[..., None]), (state.m + log(state.total))[..., None]
+
+
+def _fold_blocks(
+    chunk: _Chunk,
+    maxima: torch.Tensor,
+    keep: torch.Tensor,
+    sums: torch.Tensor,
+    products: torch.Tensor,
+    restart: int,
+) -> _State:
+    """Every tile's state after its last block, from the pairs' maxima, rescalings, sums and products."""
+    n, first, before = chunk.counts[0], 0, 0
+    total = torch.zeros(n, *sums.shape[1:], device=sums.device)
+    acc = torch.zeros(n, *products.shape[1:], device=sums.device)
+    whole: _State | None = None
+    for block, count in enumerate(chunk.counts):
+        if block and block % restart == 0:
+            if whole is None:
+                whole = _State(torch.full_like(total, _NEVER), *map(torch.zeros_like, (total, acc)))
+            # these tiles go on into a next split; the others' last split is folded in at the end
+            whole.fold(count, _State(maxima[before : before + count], total[:count], acc[:count]))
+            total[:count] = 0.0
+            acc[:count] = 0.0
         pairs = slice(first, first + count)
         total[:count].mul_(keep[pairs]).add_(sums[pairs])
         acc[:count].mul_(keep[pairs, ..., None]).add_(products[pairs])
-        first += count
+        before, first = first, first + count
     # a tile leaves the loop after its last block: its final maximum stands in that block's pair
-    lse = maxima[chunk.last_pair] + log(total)
-    return acc.div_(total[..., None]), lse[..., None]
+    last = _State(maxima[chunk.last_pair], total, acc)
+    if whole is None:
+        return last
+    whole.fold(n, last)
+    return whole
 
 
-def _running_maxima(scores: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per pair: the maximum up to and including its block, and maximum before - after it."""
+@dataclass
+class _State:
+    """Running maximum and sum [n, G, rows] and accumulator [n, G, rows, D] of tiles."""
+
+    m: torch.Tensor
+    total: torch.Tensor
+    acc: torch.Tensor
+
+    def fold(self, count: int, split: _State) -> None:
+        """Add the next split of the first `count` tiles. Into an empty state it is a copy, and a split
+        that a row does not reach (maximum _NEVER) adds exact zeros with weights 1 and 0."""
+        m = torch.maximum(self.m[:count], split.m)
+        old, new = exp(self.m[:count] - m), exp(split.m - m)
+        self.m[:count] = m
+        self.total[:count] = fma(self.total[:count], old, split.total * new)
+        scaled = split.acc * new[..., None]
+        self.acc[:count] = fma(self.acc[:count], old[..., None], scaled)
+
+
+def _running_maxima(
+    scores: torch.Tensor, counts: list[int], restart: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per pair: the split's maximum up to and including its block, and maximum before - after it."""
     maxima = scores.amax(-1)
     keeps = torch.empty_like(maxima)
-    m = torch.full_like(maxima[: counts[0]], _NEVER)
-    first = 0
-    for count in counts:
+    empty = torch.full_like(maxima[: counts[0]], _NEVER)
+    m, first = empty, 0
+    for block, count in enumerate(counts):
+        if block % restart == 0:
+            m = empty
         after = torch.maximum(m[:count], maxima[first : first + count])
         torch.sub(m[:count], after, out=keeps[first : first + count])
         maxima[first : first + count] = after
@@ -143,6 +234,10 @@ class _Chunk:
     pair_tile: torch.Tensor
     last_pair: torch.Tensor
     hidden: tuple[torch.Tensor, torch.Tensor]
+
+    def of_pairs(self, x: Any) -> Any:
+        """Rows of the distinct (sequence, block)s as rows of the pairs that read them; None stays."""
+        return x if x is None or self.pair_keys is None else x.index_select(0, self.pair_keys)
 
 
 class _Tiles:
@@ -262,70 +357,3 @@ class _Tiles:
         x = x.view(tiles, kv_heads, self.tokens_per_tile, self.group, width)
         x = x.permute(0, 2, 1, 3, 4).reshape(-1, heads, width)
         return x.index_select(0, self.slot_of_row)
-
-
-def attention_backward(
-    dout_THD: torch.Tensor,
-    q_THD: torch.Tensor,
-    k_THD: torch.Tensor,
-    v_THD: torch.Tensor,
-    out_THD: torch.Tensor,
-    lse_TH: torch.Tensor,
-    layout: PackedLayout,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv) BF16 of packed attention. Two partitions a segment: its own keys, and its prefix.
-
-    The backward is additive over KV partitions once each is given the global output and log-sum-exp,
-    so a prompt shared by a group is visited once for all its samples together. Deterministic:
-    segments are walked in order.
-    """
-    group = q_THD.shape[1] // k_THD.shape[1]
-    dout, q, k, v = (x.float() for x in (dout_THD, q_THD, k_THD, v_THD))
-    delta = (dout * out_THD.float()).sum(-1)
-    grads = tuple(torch.zeros_like(x) for x in (q, k, v))
-    tensors = (dout, q, k, v, lse_TH, delta)
-    for s in layout.segments:
-        own = slice(s.start, s.start + s.length)
-        _partition(tensors, grads, own, own, True, scale, group)
-    for prefix, rows in _shared_prefixes(layout.segments):
-        _partition(tensors, grads, rows, prefix, False, scale, group)
-    dq, dk, dv = (g.bfloat16() for g in grads)
-    return dq, dk, dv
-
-
-def _shared_prefixes(segments: tuple[Segment, ...]) -> list[tuple[slice, torch.Tensor]]:
-    """(prefix rows, all rows of the segments that continue it), in order of first use."""
-    users: dict[tuple[int, int], list[torch.Tensor]] = {}
-    for s in segments:
-        if s.prefix_length:
-            rows = torch.arange(s.start, s.start + s.length)
-            users.setdefault((s.prefix_start, s.prefix_length), []).append(rows)
-    return [(slice(p, p + n), torch.cat(rows)) for (p, n), rows in users.items()]
-
-
-def _partition(
-    tensors: tuple[torch.Tensor, ...],
-    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    queries: slice | torch.Tensor,
-    keys: slice,
-    causal: bool,
-    scale: float,
-    group: int,
-) -> None:
-    """Accumulate the gradients of `queries` attending to `keys` into (dq, dk, dv)."""
-    dout, q, k, v, lse, delta = tensors
-    dq, dk, dv = grads
-    heads_first = lambda x: x.transpose(0, 1)  # noqa: E731
-    q_, do = heads_first(q[queries]), heads_first(dout[queries])
-    k_ = heads_first(k[keys]).repeat_interleave(group, 0)
-    v_ = heads_first(v[keys]).repeat_interleave(group, 0)
-    scores = q_ @ k_.transpose(1, 2) * scale
-    p = torch.exp(scores - lse[queries].t()[..., None])
-    if causal:
-        p = p.tril()
-    ds = p * (do @ v_.transpose(1, 2) - delta[queries].t()[..., None]) * scale
-    dq[queries] += heads_first(ds @ k_)
-    fold = lambda x: heads_first(x.unflatten(0, (-1, group)).sum(1))  # noqa: E731
-    dk[keys] += fold(ds.transpose(1, 2) @ q_)
-    dv[keys] += fold(p.transpose(1, 2) @ do)

@@ -9,14 +9,15 @@ from __future__ import annotations
 import torch
 
 from samebit.formats import AMAX_FLOOR, BLOCK, Format, get_format
-from samebit.operand import Operand, QuantizedWeight, pad_to_block
+from samebit.operand import HeadCodes, Operand, QuantizedWeight, pad_to_block
 from samebit.spec import Precision
 
 
 def scale_of(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
     """FP32 scales from FP32 amax: positive and finite, or NaN where amax is not finite."""
     assert fmt.max is not None
-    scale = amax.clamp(min=AMAX_FLOOR) / fmt.max
+    # a tensor divisor: by a Python number, CUDA multiplies by the reciprocal instead of dividing
+    scale = amax.clamp(min=AMAX_FLOOR) / amax.new_full((), fmt.max)
     return scale.masked_fill(~torch.isfinite(amax), float("nan"))
 
 
@@ -57,6 +58,15 @@ def quantize_activation(x_TK: torch.Tensor, precision: Precision) -> Operand:
     else:
         raise ValueError(f"activations cannot be quantised as {precision}; use 1x128 or 1xall")
     return Operand(codes, scale, precision, features)
+
+
+def quantize_heads(x_SHD: torch.Tensor, precision: Precision) -> HeadCodes:
+    """BF16 Q, K or V [S, heads, D] -> codes and one FP32 scale per token and head [S, heads]."""
+    if precision.block != (1, 0) or precision.format != "e4m3":
+        raise ValueError(f"attention has no {precision} operands; use e4m3 with one scale per head")
+    fmt, x = get_format(precision.format), x_SHD.float()
+    scale = scale_of(x.abs().amax(-1), fmt)
+    return HeadCodes(encode(x, scale[..., None], fmt), scale)
 
 
 def quantize_matrix(w_NK: torch.Tensor, precision: Precision) -> tuple[torch.Tensor, torch.Tensor]:

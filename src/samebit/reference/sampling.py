@@ -124,8 +124,20 @@ def _key_columns(
     return both[:, :1], both[:, 1:]
 
 
+def noise_words(
+    keys: list[tuple[int, int]], vocabulary: int, device: torch.device
+) -> torch.Tensor:
+    """int32 [T, V]: the hash word of every (token, vocabulary id); equal on every backend."""
+    low, high = _key_columns(keys, device)
+    return _words(low, high, torch.arange(vocabulary, dtype=torch.int32, device=device)[None])
+
+
+def _words(low: torch.Tensor, high: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return _mix(_mix(ids ^ low) + high)
+
+
 def _uniform(low: torch.Tensor, high: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    h = _mix(_mix(ids ^ low) + high)
+    h = _words(low, high, ids)
     return (_shift_right(h, 9).float() + 0.5) * 2.0**-23
 
 

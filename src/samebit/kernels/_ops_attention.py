@@ -1,0 +1,115 @@
+"""The operator set's attention on Hopper: the model's layouts as the kernels' layouts."""
+
+from __future__ import annotations
+
+import torch
+
+from samebit.kernels import attention_layout as kernel_layout
+from samebit.kernels.attention import attention_forward
+from samebit.kernels.attention_gradient import attention_backward as backward
+from samebit.layout import Layout, PackedLayout, PagedLayout
+from samebit.operand import HeadCodes, Heads
+from samebit.spec import BF16, FP8_HEAD, FP16, Attention
+
+
+def check_spec(spec: Attention) -> None:
+    """ValueError where a plan's attention constants are not those compiled into the kernels."""
+    constants = (kernel_layout.KEY_BLOCK, kernel_layout.SPLIT_KEYS)
+    if (spec.kv_block, spec.kv_split) != constants:
+        raise ValueError(
+            f"the Hopper attention kernels walk KV blocks of {constants[0]} keys in splits of "
+            f"{constants[1]}; the recipe asks for kv_block={spec.kv_block}, kv_split={spec.kv_split}"
+        )
+    if (spec.q, spec.kv, spec.probabilities) not in (
+        (BF16, BF16, BF16),
+        (FP8_HEAD, FP8_HEAD, FP16),
+    ):
+        raise ValueError(
+            f"the Hopper kernels have no attention with Q {spec.q}, K and V {spec.kv}, probabilities "
+            f"{spec.probabilities}; use BF16 for all, or {FP8_HEAD} with {FP16} probabilities"
+        )
+
+
+def packed(layout: PackedLayout) -> kernel_layout.PackedLayout:
+    """The kernels' form of a packed layout, made once."""
+
+    def make() -> kernel_layout.PackedLayout:
+        rows = [(s.start, s.length, s.prefix_start, s.prefix_length) for s in layout.segments]
+        return kernel_layout.PackedLayout.build(rows, layout.device)
+
+    return layout.derived("attention", make)
+
+
+def paged(layout: PagedLayout) -> kernel_layout.PagedLayout:
+    """The kernels' form of a paged layout, made once (one copy to the host).
+
+    A sequence's rows must be consecutive in the batch, in order of position and of sequence.
+    """
+    return layout.derived("attention", lambda: _paged(layout))
+
+
+def _paged(layout: PagedLayout) -> kernel_layout.PagedLayout:
+    sequence, position = torch.stack((layout.query_sequence, layout.positions)).tolist()
+    count = layout.block_table.shape[0]
+    lengths, context = [0] * count, [0] * count
+    for row, (s, p) in enumerate(zip(sequence, position, strict=True)):
+        if row and (s < sequence[row - 1] or (s == sequence[row - 1] and p != context[s])):
+            raise ValueError(
+                f"row {row} of a paged batch (sequence {s}, position {p}) does not follow the row "
+                "before it: the Hopper kernels need each sequence's rows together and in order"
+            )
+        lengths[s] += 1
+        context[s] = p + 1
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    decode = all(length == 1 for length in lengths)
+    numbers = torch.tensor([*context, *starts], dtype=torch.int32).to(layout.positions.device)
+    return kernel_layout.PagedLayout(
+        block_table=layout.block_table.int(),
+        context_lens=numbers[:count],
+        query_starts=None if decode else numbers[count:],
+        max_query_length=max(lengths),
+        max_context=max(context),
+    )
+
+
+def attention(
+    q_THD: Heads,
+    k_SGD: Heads,
+    v_SGD: Heads,
+    layout: Layout,
+    scale: float,
+    spec: Attention,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out BF16 [T, H, D], log-sum-exp FP32 [T, H], natural log); see the reference."""
+    check_spec(spec)
+    scales: dict[str, torch.Tensor] = {}
+    if isinstance(q_THD, HeadCodes):
+        assert isinstance(k_SGD, HeadCodes) and isinstance(v_SGD, HeadCodes)
+        scales = {"q_scale_TH": q_THD.scale, "k_scale": k_SGD.scale, "v_scale": v_SGD.scale}
+        q_THD, k_SGD, v_SGD = q_THD.codes, k_SGD.codes, v_SGD.codes
+    assert isinstance(k_SGD, torch.Tensor) and isinstance(v_SGD, torch.Tensor)
+    if isinstance(layout, PackedLayout):
+        q, k, v = (x.contiguous() for x in (q_THD, k_SGD, v_SGD))
+        return attention_forward(q, k, v, packed(layout), scale, **scales)
+    k, v = (x.unflatten(0, (-1, layout.page_size)) for x in (k_SGD, v_SGD))
+    for name in ("k_scale", "v_scale"):
+        if name in scales:
+            scales[name] = scales[name].unflatten(0, (-1, layout.page_size))
+    return attention_forward(q_THD.contiguous(), k, v, paged(layout), scale, **scales)
+
+
+def attention_backward(
+    dout_THD: torch.Tensor,
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    out_THD: torch.Tensor,
+    lse_TH: torch.Tensor,
+    layout: PackedLayout,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv) BF16 of packed attention; deterministic."""
+    q, k, v, dout = (x.contiguous() for x in (q_THD, k_THD, v_THD, dout_THD))
+    return backward(q, k, v, out_THD, lse_TH, dout, packed(layout), scale)

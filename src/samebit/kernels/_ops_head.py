@@ -1,0 +1,89 @@
+"""The operator set's head on Hopper: log-probs, their backward, and samples from one tile product."""
+
+from __future__ import annotations
+
+import torch
+
+from samebit.kernels.gemm_bf16 import bf16_gemm
+from samebit.kernels.head import head_log_prob, inverse_temperature
+from samebit.kernels.head_backward import HeadGradient, head_log_prob_backward
+from samebit.kernels.sample import NO_TOKEN, noise_keys
+from samebit.kernels.sample import sample as draw
+from samebit.operand import QuantizedWeight
+from samebit.reference.sampling import Transform
+
+
+def _inverse(transform: Transform, tokens: int, device: torch.device) -> torch.Tensor:
+    if transform.restricts:
+        raise ValueError(
+            f"top_k={transform.top_k}, top_p={transform.top_p}: the Hopper head has no restricted "
+            "sampling; set rollout.top_k = 0 and rollout.top_p = 1.0, or use --run.device cpu"
+        )
+    return inverse_temperature(transform.temperature, tokens, device)
+
+
+def head_logits(hidden_TK: torch.Tensor, head: QuantizedWeight, vocabulary: int) -> torch.Tensor:
+    """FP32 [T, V] logits, unrounded; ids >= `vocabulary` are -inf."""
+    logits = bf16_gemm(hidden_TK.contiguous(), head.codes, out_dtype=torch.float32)
+    if vocabulary < logits.shape[1]:
+        logits[:, vocabulary:] = float("-inf")
+    return logits
+
+
+def log_prob(
+    hidden_TK: torch.Tensor,
+    head: QuantizedWeight,
+    targets_T: torch.Tensor,
+    vocabulary: int,
+    transform: Transform,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-prob of each target, entropy), FP32 [T] each, logits never materialised."""
+    inverse = _inverse(transform, hidden_TK.shape[0], hidden_TK.device)
+    logp, _, entropy = head_log_prob(
+        hidden_TK.contiguous(), head.codes, targets_T, inverse, vocabulary, entropy=True
+    )
+    assert entropy is not None
+    return logp, entropy
+
+
+def log_prob_backward(
+    dlogp_T: torch.Tensor,
+    dentropy_T: torch.Tensor,
+    hidden_TK: torch.Tensor,
+    head: QuantizedWeight,
+    targets_T: torch.Tensor,
+    vocabulary: int,
+    transform: Transform,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dhidden BF16 [T, K], dweight FP32 [V, K]); logits are made again tile by tile."""
+    hidden_TK = hidden_TK.contiguous()
+    inverse = _inverse(transform, hidden_TK.shape[0], hidden_TK.device)
+    _, lse, entropy = head_log_prob(
+        hidden_TK, head.codes, targets_T, inverse, vocabulary, entropy=True
+    )
+    gradient = HeadGradient(dlogp_T.contiguous(), entropy, dentropy_T.contiguous())
+    dhidden, dweight = head_log_prob_backward(
+        hidden_TK, head.codes, targets_T, inverse, lse, gradient, vocabulary
+    )
+    return dhidden.bfloat16(), dweight
+
+
+def sample(
+    hidden_TK: torch.Tensor,
+    head: QuantizedWeight,
+    vocabulary: int,
+    transform: Transform,
+    counters: list[tuple[int, int, int]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids int64 [T], log-probs FP32 [T]); the log-prob is `log_prob`'s for that id, bit for bit."""
+    inverse = _inverse(transform, hidden_TK.shape[0], hidden_TK.device)
+    keys_T2 = noise_keys(counters, hidden_TK.device)
+    ids, logp, _ = draw(hidden_TK.contiguous(), head.codes, inverse, keys_T2, vocabulary)
+    ids = ids.long()
+    lost = torch.nonzero(ids == NO_TOKEN)
+    if lost.numel():
+        raise ValueError(
+            f"logits of batch row {int(lost[0])} are NaN: the model's weights or activations are not "
+            "finite"
+        )
+    return ids, logp

@@ -1,0 +1,172 @@
+"""The operator set's linear part on Hopper: quantisers and the three GEMMs of a linear."""
+
+from __future__ import annotations
+
+import torch
+
+from samebit.formats import BLOCK, get_format
+from samebit.kernels.gemm_bf16 import bf16_gemm
+from samebit.kernels.gemm_fp8_block import fp8_block_gemm
+from samebit.kernels.gemm_fp8_row import fp8_row_gemm
+from samebit.kernels.gemm_fp8_wgrad import fp8_block_wgrad
+from samebit.kernels.gemm_int8 import int8_gemm
+from samebit.kernels.quantize_activation import quantize_activation as quantize_groups
+from samebit.kernels.quantize_gradient import quantize_gradient, requantize_tokens
+from samebit.kernels.quantize_row import quantize_rows
+from samebit.kernels.quantize_weight import quantize_weight, transpose_codes
+from samebit.operand import HeadCodes, Operand, QuantizedWeight, pad_to_block
+from samebit.reference.quantize import dequantize, dequantize_weight
+from samebit.spec import Backward, Gemm, Precision
+
+GROUPS = (1, BLOCK)
+ROW = (1, 0)
+
+
+def quantize_activation(x_TK: torch.Tensor, precision: Precision) -> Operand:
+    """BF16 [T, K] as a GEMM operand; see the reference. Group scales are stored group-major."""
+    features = x_TK.shape[1]
+    if precision.block is None:
+        assert x_TK.dtype == get_format(precision.format).dtype
+        return Operand(x_TK.contiguous(), None, precision, features)
+    fmt = get_format(precision.format)
+    x_TK = x_TK.contiguous()
+    if precision.block == GROUPS and fmt.name == "e4m3":
+        codes, scale = quantize_groups(x_TK)
+    elif precision.block == ROW:
+        codes, scale_T = quantize_rows(x_TK, fmt)
+        scale = scale_T[:, None]
+    else:
+        raise ValueError(
+            f"the Hopper kernels cannot quantise activations as {precision}; use e4m3 in 1x128 groups, "
+            "or e4m3 or int8 per token"
+        )
+    return Operand(codes, scale, precision, features)
+
+
+def quantize_heads(x_SHD: torch.Tensor, precision: Precision) -> HeadCodes:
+    """BF16 Q, K or V [S, heads, D] -> codes and one FP32 scale per token and head [S, heads]."""
+    if precision.block != ROW or precision.format != "e4m3":
+        raise ValueError(
+            f"the Hopper attention kernels have no {precision} operands; use e4m3 with one scale per head"
+        )
+    rows_RD = x_SHD.reshape(-1, x_SHD.shape[-1])
+    codes, scale_R = quantize_rows(rows_RD, get_format(precision.format))
+    codes = codes[:, : rows_RD.shape[1]].contiguous()
+    return HeadCodes(codes.view(x_SHD.shape), scale_R.view(x_SHD.shape[:2]))
+
+
+def refresh_weight(weight: QuantizedWeight, master_NK: torch.Tensor) -> None:
+    """Requantise `weight` in place from its FP32 master [N, K]; addresses never change."""
+    assert master_NK.dtype == torch.float32 and master_NK.shape[0] == weight.out_features
+    weight.version += 1
+    if weight.scale is None:
+        weight.codes.copy_(master_NK)
+        return
+    start = 0
+    for rows, offset in zip(weight.rows, weight.padded_offsets, strict=True):
+        part = master_NK[start : start + rows]
+        codes = weight.codes[offset : offset + pad_to_block(rows)]
+        if weight.precision.block == (BLOCK, BLOCK):
+            first = offset // BLOCK
+            quantize_weight(part, codes, weight.scale[first : first + codes.shape[0] // BLOCK])
+        else:
+            scale_N = weight.scale[offset : offset + rows, 0]
+            quantize_rows(part, get_format(weight.precision.format), codes, scale_N)
+        start += rows
+
+
+def _logical_rows(weight: QuantizedWeight) -> torch.Tensor:
+    return weight.kept("logical_rows", weight.logical_rows)
+
+
+def _transposed(weight: QuantizedWeight) -> torch.Tensor:
+    """Codes [K, N] (padded) for the input gradient, in storage that is kept and made once a version."""
+
+    def allocate() -> torch.Tensor:
+        n, k = weight.codes.shape
+        return torch.empty((k, n), dtype=weight.codes.dtype, device=weight.codes.device)
+
+    storage = weight.kept("transposed", allocate)
+    return weight.derived("transposed", lambda: transpose_codes(weight.codes, storage))
+
+
+def gemm(
+    lhs: Operand, weight: QuantizedWeight, spec: Gemm, bias_N: torch.Tensor | None = None
+) -> torch.Tensor:
+    """lhs [T, K] x weight [N, K]^T -> BF16 [T, N], logical outputs; bias is added in FP32.
+
+    Where a part that is not the last has padding rows, the product is made over all stored rows and
+    gathered: a column's bits do not depend on its place.
+    """
+    if weight.scale is None:
+        return bf16_gemm(lhs.codes, weight.codes, bias_N=bias_N)
+    if weight.last_part_padded:
+        return _scaled(lhs, weight, spec, weight.out_features, bias_N)
+    rows, stored = _logical_rows(weight), weight.codes.shape[0]
+    if bias_N is not None:
+        wide = torch.zeros(stored, dtype=bias_N.dtype, device=bias_N.device)
+        bias_N = wide.index_copy_(0, rows, bias_N)
+    return _scaled(lhs, weight, spec, stored, bias_N).index_select(1, rows)
+
+
+def _scaled(
+    lhs: Operand, weight: QuantizedWeight, spec: Gemm, n: int, bias_N: torch.Tensor | None
+) -> torch.Tensor:
+    assert lhs.scale is not None and weight.scale is not None
+    x, w = lhs.codes, weight.codes
+    if spec.rhs.block == (BLOCK, BLOCK):
+        if spec.promote != BLOCK:
+            raise ValueError(f"the Hopper FP8 block GEMM promotes every {BLOCK}, not {spec.promote}")
+        return fp8_block_gemm(x, lhs.scale, w, weight.scale, n=n, bias_N=bias_N)
+    x_scale_T, w_scale_N = lhs.scale[:, 0], weight.scale[:, 0]
+    if spec.rhs.format == "int8":
+        return int8_gemm(x, x_scale_T, w, w_scale_N, n=n, bias_N=bias_N)
+    return fp8_row_gemm(x, x_scale_T, w, w_scale_N, n=n, bias_N=bias_N, promote=spec.promote)
+
+
+def input_grad(dy_TN: torch.Tensor, weight: QuantizedWeight, backward: Backward) -> torch.Tensor:
+    """dX = dY W, BF16 [T, K]; FP8: dY in 1x128 groups aligned to the weight's row blocks."""
+    spec = backward.input_grad
+    if spec.lhs.block is None:
+        return dy_TN @ _dequantised(weight)
+    if weight.precision.block != (BLOCK, BLOCK) or spec.lhs.block != GROUPS:
+        raise ValueError(
+            f"the Hopper kernels have no input gradient {spec} over a {weight.precision} weight; use "
+            "e4m3 1x128 by 128x128, or BF16"
+        )
+    assert weight.scale is not None
+    if weight.codes.shape[0] != dy_TN.shape[1]:
+        padded = dy_TN.new_zeros(dy_TN.shape[0], weight.codes.shape[0])
+        dy_TN = padded.index_copy_(1, _logical_rows(weight), dy_TN)
+    codes, scale = quantize_groups(dy_TN.contiguous())
+    return fp8_block_gemm(
+        codes, scale, _transposed(weight), weight.scale.t(), n=weight.features
+    )
+
+
+def _dequantised(weight: QuantizedWeight) -> torch.Tensor:
+    return weight.codes if weight.scale is None else dequantize_weight(weight).bfloat16()
+
+
+def weight_grad(
+    dy_TN: torch.Tensor, saved: Operand, token_groups: torch.Tensor, backward: Backward
+) -> torch.Tensor:
+    """dW = dY^T X, FP32 [N, K]. FP8: both operands in 128x1 token groups, X from its saved codes."""
+    spec = backward.weight_grad
+    if spec.lhs.block is None:
+        x_TK = saved.codes if saved.scale is None else dequantize(saved).bfloat16()
+        return torch.mm(dy_TN.t(), x_TK, out_dtype=torch.float32)
+    if spec.lhs.block != (BLOCK, 1) or saved.precision.block not in (None, GROUPS):
+        raise ValueError(
+            f"the Hopper kernels have no weight gradient {spec} from a saved {saved.precision}; use "
+            "e4m3 128x1 from BF16 or e4m3 1x128, or BF16"
+        )
+    _, _, dy_NT, dy_scale_GN = quantize_gradient(dy_TN.contiguous(), token_groups)
+    if saved.scale is None:
+        _, _, x_KT, x_scale_GK = quantize_gradient(saved.codes.contiguous(), token_groups)
+    else:
+        x_KT, x_scale_GK = requantize_tokens(
+            saved.codes, saved.scale, token_groups, saved.features
+        )
+    n, k = dy_TN.shape[1], saved.features
+    return fp8_block_wgrad(dy_NT[:n], dy_scale_GN.t(), x_KT[:k], x_scale_GK.t())

@@ -1,0 +1,104 @@
+"""Sampler and training head give the same bits, for every tile and number of rows."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+from samebit.kernels.head import HeadParts, head_log_prob, inverse_temperature
+from samebit.kernels.head_backward import HeadGradient, head_log_prob_backward
+from samebit.kernels.head_tile import HeadTile, head_tile
+from samebit.kernels.sample import noise_keys, sample
+from samebit.reference.sampling import gumbel_noise, stream_key
+from tests.kernels.pointwise_oracle import BF16, same_bits
+
+pytestmark = pytest.mark.gpu
+TILES = [HeadTile(n, True, 8, 3) for n in (16, 32, 64, 128)]
+TILES += [HeadTile(64, False, 4, 3), HeadTile(128, False, 8, 3), HeadTile(128, False, 4, 3)]
+TILES += [HeadTile(32, True, 4, 3, block_k=128), head_tile(4096)]
+
+
+def problem(T, K, V, seed=0):
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    hidden = torch.randn(T, K, generator=generator, device="cuda").to(BF16)
+    weight = (torch.randn(V, K, generator=generator, device="cuda") * 4 / K**0.5).to(BF16)
+    return hidden, weight
+
+
+@pytest.mark.parametrize(("K", "V", "vocab"), [(576, 50257, 50257), (1024, 151936, 151669)])
+def test_sampled_log_probs_equal_the_trained_ones(K, V, vocab):
+    T = 1024
+    hidden, weight = problem(T, K, V)
+    inverse = inverse_temperature(0.8, T, "cuda")
+    inverse[::3] = 0.0
+    counters = [(11, i, i + 9) for i in range(T)]
+    keys = noise_keys(counters, "cuda")
+    drawn = torch.empty(T, dtype=torch.int64, device="cuda")
+    logp = torch.empty(T, device="cuda")
+    rows = [1, 2, 3, 15, 16, 17, 33, 64, 100, 128, 200, 256]
+    start = 0
+    for count in [*rows, T - sum(rows)]:
+        part = slice(start, start + count)
+        drawn[part], logp[part], _ = sample(
+            hidden[part], weight, inverse[part], keys[part], vocab
+        )
+        start += count
+    for tile in TILES:
+        trained, _, _ = head_log_prob(hidden, weight, drawn, inverse, vocab, tile=tile)
+        assert same_bits(trained, logp), tile
+    z = (hidden.double() @ weight.double().t())[:, :vocab]
+    z *= torch.where(inverse == 0, 1.0, inverse).double()[:, None]
+    expected = z.log_softmax(-1)[torch.arange(T, device="cuda"), drawn]
+    torch.testing.assert_close(logp.double(), expected, rtol=1e-5, atol=1e-5)
+    noise = gumbel_noise([stream_key(*c) for c in counters[:64]], vocab, hidden.device)
+    noise[inverse[:64] == 0] = 0.0
+    assert torch.equal((z[:64] + noise).argmax(-1), drawn[:64])
+
+
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_backward(one_pass):
+    T, K, V, vocab = 700, 576, 9000, 8990
+    hidden, weight = problem(T, K, V)
+    target = torch.randint(0, vocab, (T,), device="cuda")
+    inverse = inverse_temperature(0.7, T, "cuda")
+    logp, lse, entropy = head_log_prob(hidden, weight, target, inverse, vocab, entropy=True)
+    dlogp, dentropy = torch.randn(2, T, device="cuda")
+    gradient = HeadGradient(dlogp, entropy, dentropy)
+    parts = HeadParts.empty(V, T, True, hidden.device) if one_pass else None
+    results = [
+        head_log_prob_backward(
+            hidden, weight, target, inverse, lse, gradient, vocab, parts=parts, parts_entropy=True
+        )
+        for _ in range(2)
+    ]
+    h, w = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    log_probs = ((h @ w.t())[:, :vocab] * inverse.double()[:, None]).log_softmax(-1)
+    chosen = log_probs[torch.arange(T, device="cuda"), target]
+    entropies = -(log_probs.exp() * log_probs).sum(-1)
+    ((chosen * dlogp).sum() + (entropies * dentropy).sum()).backward()
+    for got, exact in zip(results[0], (h.grad, w.grad), strict=True):
+        assert (got.double() - exact).norm() / exact.norm() < 4e-3
+    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+    if parts is not None:
+        assert all(
+            same_bits(a, b) for a, b in zip(parts.combine(True), (logp, lse, entropy), strict=True)
+        )
+    total = torch.ones_like(results[0][1])
+    head_log_prob_backward(hidden, weight, target, inverse, lse, gradient, vocab, dweight_VK=total)
+    torch.testing.assert_close(total, results[0][1] + 1.0, rtol=1e-5, atol=1e-5)
+
+
+def test_sampled_frequencies():
+    T, V = 20000, 128
+    hidden, weight = problem(1, 64, V)
+    hidden = hidden.expand(T, 64).contiguous()
+    inverse = inverse_temperature(1.5, T, "cuda")
+    zeros = torch.zeros(T, dtype=torch.int64, device="cuda")
+    ids, _, _ = sample(hidden, weight, inverse, torch.arange(T, device="cuda"), zeros, 3, V)
+    p = (hidden[:1].double() @ weight.double().t() / 1.5).softmax(-1)[0]
+    counts = torch.bincount(ids, minlength=V).double()
+    seen = p * T > 5
+    chi_square = ((counts - p * T) ** 2 / (p * T))[seen].sum()
+    degrees = float(seen.sum())
+    # About five standard deviations.
+    assert abs(chi_square - degrees) < 5 * (2 * degrees) ** 0.5
