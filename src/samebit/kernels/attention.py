@@ -1,0 +1,197 @@
+"""Attention: one definition, three layouts, the same bits per (token, head).
+
+Legend: T query rows, S key rows, H query heads, G key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from samebit.kernels.attention_backward import (
+    attention_delta_kernel,
+    attention_dkdv_kernel,
+    attention_dq_kernel,
+    attention_reduce_kernel,
+)
+from samebit.kernels.attention_decode import attention_decode_kernel, attention_fold_kernel
+from samebit.kernels.attention_layout import (
+    KEY_BLOCK,
+    SPLIT_KEYS,
+    Layout,
+    PackedLayout,
+    PagedLayout,
+)
+from samebit.kernels.attention_prefill import attention_prefill_kernel
+
+LOG2E = 1.4426950408889634
+MAX_GROUP = 64
+
+
+def attention_forward(
+    q_THD: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    scale: float,
+    *,
+    q_scale_TH: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention: (out bf16 [T, H, D], log-sum-exp fp32 [T, H], natural log).
+
+    q_THD: bf16, contiguous. k, v: bf16 [S, G, D] with a PackedLayout, [pages, page size, G, D]
+    with a PagedLayout, any strides with D contiguous. FP8: all three e4m3 codes, with fp32 scales
+    per row and head: q_scale_TH [T, H], k_scale and v_scale shaped as k, v without D.
+    """
+    _check(q_THD, k, v, layout, (q_scale_TH, k_scale, v_scale))
+    if out is None:
+        out = torch.empty(q_THD.shape, dtype=torch.bfloat16, device=q_THD.device)
+    if lse is None:
+        lse = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device)
+    scales = (q_scale_TH, k_scale, v_scale)
+    if isinstance(layout, PagedLayout) and layout.query_starts is None:
+        _decode(q_THD, k, v, scales, layout, scale, out, lse)
+    else:
+        _prefill(q_THD, k, v, scales, layout, scale, out, lse)
+    return out, lse
+
+
+def _check(q, k, v, layout: Layout, scales: tuple) -> None:
+    """ValueError on shapes and dtypes that the kernels do not define."""
+    H, D = q.shape[1:]
+    G = k.shape[-2]
+    if D not in (64, 128):
+        raise ValueError(f"head size {D} is not supported; use 64 or 128")
+    if H % G or H // G > MAX_GROUP:
+        raise ValueError(f"{H} query heads over {G} key/value heads; the ratio must be whole")
+    if k.shape != v.shape or k.shape[-1] != D or k.stride(-1) != 1 or v.stride(-1) != 1:
+        raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} must match, D contiguous")
+    if not q.is_contiguous():
+        raise ValueError("q_THD must be contiguous")
+    if k.dim() != (4 if isinstance(layout, PagedLayout) else 3):
+        raise ValueError(f"k has {k.dim()} dimensions, wrong for {type(layout).__name__}")
+    fp8 = k.dtype == torch.float8_e4m3fn
+    if len({q.dtype, k.dtype, v.dtype}) != 1:
+        raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; they must agree")
+    if any((s is not None) != fp8 for s in scales):
+        raise ValueError(f"{k.dtype} keys: pass q_scale_TH, k_scale and v_scale exactly with e4m3")
+    if isinstance(layout, PagedLayout):
+        page = k.shape[1]
+        if page % KEY_BLOCK and KEY_BLOCK % page:
+            raise ValueError(f"page size {page} must divide {KEY_BLOCK} or be a multiple of it")
+
+
+def _strides(k, v, k_scale, v_scale) -> list[int]:
+    """(page, row, head) strides of k, v and their scales; 0 pages for packed rows."""
+    out: list[int] = []
+    for tensor, data in ((k, True), (v, True), (k_scale, False), (v_scale, False)):
+        if tensor is None:
+            out += [0, 0, 0]
+            continue
+        strides = tensor.stride()[:-1] if data else tensor.stride()
+        out += list(strides) if len(strides) == 3 else [0, *strides]
+    return out
+
+
+def _pointers(scales: tuple, unused: torch.Tensor) -> tuple:
+    """The scale tensors, or a pointer that the kernel never follows."""
+    return tuple(unused if scale is None else scale for scale in scales)
+
+
+def _prefill(q, k, v, scales, layout: Layout, scale: float, out, lse) -> None:
+    _, k_scale, v_scale = scales
+    H, D = q.shape[1:]
+    G = k.shape[-2]
+    fp8 = k_scale is not None
+    paged = isinstance(layout, PagedLayout)
+    rows = 128
+    tokens = rows // (H // G)
+    if isinstance(layout, PagedLayout):
+        table, context, starts = layout.block_table, layout.context_lens, layout.query_starts
+        assert starts is not None
+        segments, width, page = table, table.stride(0), k.shape[1]
+        count, longest, keys = table.shape[0], layout.max_query_length, layout.max_context
+    else:
+        segments = layout.segments
+        table = context = starts = segments
+        width, page = 0, KEY_BLOCK
+        count, longest, keys = segments.shape[0], layout.max_length, layout.max_keys
+    grid = (count * G, triton.cdiv(longest, tokens))
+    attention_prefill_kernel[grid](
+        q, k, v, *_pointers(scales, lse), out, lse, segments, table, context, starts, width,
+        scale * LOG2E, *_strides(k, v, k_scale, v_scale),
+        H=H, G=G, D=D, KB=KEY_BLOCK, SPLIT_BLOCKS=SPLIT_KEYS // KEY_BLOCK, PAGE=page, PAGED=paged,
+        FP8=fp8, ONE_SPLIT=keys <= SPLIT_KEYS, ROWS=rows, STAGES=2,
+        num_warps=rows // 16, enable_fp_fusion=False,
+    )
+
+
+def _decode(q, k, v, scales, layout: PagedLayout, scale: float, out, lse) -> None:
+    _, k_scale, v_scale = scales
+    H, D = q.shape[1:]
+    G = k.shape[-2]
+    B = layout.block_table.shape[0]
+    fp8 = k_scale is not None
+    splits = triton.cdiv(layout.max_context, SPLIT_KEYS)
+    shape = (B, H, splits) if splits > 1 else (1, 1, 1)
+    part_m = torch.empty(shape, dtype=torch.float32, device=q.device)
+    part_l = torch.empty_like(part_m)
+    part_acc = torch.empty((*shape, D), dtype=torch.float32, device=q.device)
+    constants = {"H": H, "D": D, "KB": KEY_BLOCK, "SPLIT_BLOCKS": SPLIT_KEYS // KEY_BLOCK,
+                 "FP8": fp8, "enable_fp_fusion": False}
+    attention_decode_kernel[(B * G, splits)](
+        q, k, v, *_pointers(scales, lse), out, lse, part_acc, part_m, part_l,
+        layout.block_table, layout.context_lens, layout.block_table.stride(0), scale * LOG2E,
+        *_strides(k, v, k_scale, v_scale),
+        G=G, PAGE=k.shape[1], ROWS=64, STAGES=3 if fp8 else 2, num_warps=4, **constants,
+    )
+    if splits > 1:
+        attention_fold_kernel[(B, H)](
+            part_acc, part_m, part_l, out, lse, layout.context_lens, splits,
+            num_warps=1, **constants,
+        )
+
+
+def attention_backward(
+    q_THD: torch.Tensor,
+    k_SGD: torch.Tensor,
+    v_SGD: torch.Tensor,
+    out_THD: torch.Tensor,
+    lse_TH: torch.Tensor,
+    dout_THD: torch.Tensor,
+    layout: PackedLayout,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq bf16 [T, H, D], dk bf16 [S, G, D], dv bf16 [S, G, D]), the same bits on every run.
+
+    All inputs bf16 and contiguous (with FP8 keys: the dequantised q, k, v), lse fp32 natural log,
+    from whatever forward wrote out and lse. A prompt's dK and dV sum its own and its samples'.
+    """
+    for name, x in (("q", q_THD), ("k", k_SGD), ("v", v_SGD), ("dout", dout_THD)):
+        if not x.is_contiguous():
+            raise ValueError(f"{name} must be contiguous in the attention backward")
+    T, H, D = q_THD.shape
+    G = k_SGD.shape[1]
+    dq, dk, dv = torch.empty_like(q_THD), torch.empty_like(k_SGD), torch.empty_like(v_SGD)
+    delta = torch.empty_like(lse_TH)
+    attention_delta_kernel[(triton.cdiv(T * H, 64),)](
+        out_THD, dout_THD, delta, T * H, D=D, ROWS=64, num_warps=4)
+    part_shape = (max(layout.num_partial_rows, 1), G, D)
+    dk_part = torch.empty(part_shape, dtype=torch.float32, device=q_THD.device)
+    dv_part = torch.empty_like(dk_part)
+    items = layout.backward_items
+    attention_dkdv_kernel[(items.shape[0] * G, triton.cdiv(layout.max_length, 128))](
+        q_THD, k_SGD, v_SGD, dout_THD, lse_TH, delta, dk, dv, dk_part, dv_part,
+        layout.segments, items, scale, H=H, G=G, D=D, KEYS=128, QUERIES=64, STAGES=2, num_warps=8)
+    if layout.reduce_items.shape[0]:
+        attention_reduce_kernel[(layout.reduce_items.shape[0], layout.max_length)](
+            dk_part, dv_part, dk, dv, layout.segments, layout.reduce_items,
+            GD=G * D, COLUMNS=triton.next_power_of_2(G * D), num_warps=4)
+    attention_dq_kernel[(layout.segments.shape[0] * H, triton.cdiv(layout.max_length, 128))](
+        q_THD, k_SGD, v_SGD, dout_THD, lse_TH, delta, dq, layout.segments, scale,
+        H=H, G=G, D=D, QUERIES=128, KEYS=64, STAGES=2, num_warps=8)
+    return dq, dk, dv
