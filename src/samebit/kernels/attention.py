@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 import triton
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from samebit.kernels.attention_backward import (
     attention_delta_kernel,
@@ -15,6 +17,7 @@ from samebit.kernels.attention_backward import (
     attention_reduce_kernel,
 )
 from samebit.kernels.attention_decode import attention_decode_kernel, attention_fold_kernel
+from samebit.kernels.attention_hopper import attention_hopper_kernel
 from samebit.kernels.attention_layout import (
     KEY_BLOCK,
     SPLIT_KEYS,
@@ -55,6 +58,8 @@ def attention_forward(
     scales = (q_scale_TH, k_scale, v_scale)
     if isinstance(layout, PagedLayout) and layout.query_starts is None:
         _decode(q_THD, k, v, scales, layout, scale, out, lse)
+    elif isinstance(layout, PackedLayout) and q_THD.is_cuda and k_scale is None:
+        _packed(q_THD, k, v, layout, scale, out, lse)
     else:
         _prefill(q_THD, k, v, scales, layout, scale, out, lse)
     return out, lse
@@ -127,6 +132,22 @@ def _prefill(q, k, v, scales, layout: Layout, scale: float, out, lse) -> None:
         H=H, G=G, D=D, KB=KEY_BLOCK, SPLIT_BLOCKS=SPLIT_KEYS // KEY_BLOCK, PAGE=page, PAGED=paged,
         FP8=fp8, ONE_SPLIT=keys <= SPLIT_KEYS, ROWS=rows, STAGES=2,
         num_warps=rows // 16, enable_fp_fusion=False,
+    )
+
+
+def _packed(q, k, v, layout: PackedLayout, scale: float, out, lse) -> None:
+    T, H, D = q.shape
+    G = k.shape[1]
+    shared = NVMMASharedLayout(128, 16, 2)
+
+    def rows(x: torch.Tensor, heads: int, count: int) -> TensorDescriptor:
+        return TensorDescriptor(x, [x.shape[0], heads * D], [x.stride(0), 1], [count, D], shared)
+
+    attention_hopper_kernel[(layout.segments.shape[0] * H, triton.cdiv(layout.max_length, 128))](
+        rows(q, H, 64), rows(k, G, KEY_BLOCK), rows(v, G, KEY_BLOCK), k, v, out, lse,
+        layout.segments, scale * LOG2E, k.stride(0), v.stride(0),
+        H=H, G=G, D=D, KB=KEY_BLOCK, SPLIT_BLOCKS=SPLIT_KEYS // KEY_BLOCK, STAGES=2,
+        CONSUMER_REGS=232, PRODUCER_REGS=40, num_warps=4, enable_fp_fusion=False,
     )
 
 
