@@ -7,16 +7,10 @@ from __future__ import annotations
 
 import torch
 import triton
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from samebit.kernels.attention_backward import (
-    attention_delta_kernel,
-    attention_dkdv_kernel,
-    attention_dq_kernel,
-    attention_reduce_kernel,
-)
 from samebit.kernels.attention_decode import attention_decode_kernel, attention_fold_kernel
+from samebit.kernels.attention_decode_hopper import attention_decode_hopper_kernel
+from samebit.kernels.attention_gradient import attention_backward, rows_descriptor
 from samebit.kernels.attention_hopper import attention_hopper_kernel
 from samebit.kernels.attention_layout import (
     KEY_BLOCK,
@@ -136,19 +130,35 @@ def _prefill(q, k, v, scales, layout: Layout, scale: float, out, lse) -> None:
 
 
 def _packed(q, k, v, layout: PackedLayout, scale: float, out, lse) -> None:
-    T, H, D = q.shape
+    H, D = q.shape[1:]
     G = k.shape[1]
-    shared = NVMMASharedLayout(128, 16, 2)
-
-    def rows(x: torch.Tensor, heads: int, count: int) -> TensorDescriptor:
-        return TensorDescriptor(x, [x.shape[0], heads * D], [x.stride(0), 1], [count, D], shared)
-
     attention_hopper_kernel[(layout.segments.shape[0] * H, triton.cdiv(layout.max_length, 128))](
-        rows(q, H, 64), rows(k, G, KEY_BLOCK), rows(v, G, KEY_BLOCK), k, v, out, lse,
-        layout.segments, scale * LOG2E, k.stride(0), v.stride(0),
+        rows_descriptor(q, 64), rows_descriptor(k, KEY_BLOCK), rows_descriptor(v, KEY_BLOCK),
+        k, v, out, lse, layout.segments, scale * LOG2E, k.stride(0), v.stride(0),
         H=H, G=G, D=D, KB=KEY_BLOCK, SPLIT_BLOCKS=SPLIT_KEYS // KEY_BLOCK, STAGES=2,
         CONSUMER_REGS=232, PRODUCER_REGS=40, num_warps=4, enable_fp_fusion=False,
     )
+
+
+def page_rows(cache: torch.Tensor) -> tuple[tuple[int, int], tuple[int, int, int]] | None:
+    """((rows, row stride), (rows per page, rows per head, columns per head)) of a cache.
+
+    None when pages and heads do not lie on one grid of rows.
+    """
+    pages, page, G, D = cache.shape
+    page_stride, row, head, _ = cache.stride()
+    head_rows, head_columns = (head // row, 0) if head % row == 0 else (0, head)
+    if page_stride % row or (row * cache.element_size()) % 16 or (head_columns and row < G * D):
+        return None
+    rows = (pages - 1) * (page_stride // row) + (G - 1) * head_rows + page
+    return (rows, row), (page_stride // row, head_rows, head_columns)
+
+
+def _decode_slots(D: int, fp8: bool) -> int:
+    """Ring slots that leave room for two programs on a multiprocessor."""
+    if fp8:
+        return 4 if D == 128 else 8
+    return 3 if D == 128 else 6
 
 
 def _decode(q, k, v, scales, layout: PagedLayout, scale: float, out, lse) -> None:
@@ -164,12 +174,24 @@ def _decode(q, k, v, scales, layout: PagedLayout, scale: float, out, lse) -> Non
     part_acc = torch.empty((*shape, D), dtype=torch.float32, device=q.device)
     constants = {"H": H, "D": D, "KB": KEY_BLOCK, "SPLIT_BLOCKS": SPLIT_KEYS // KEY_BLOCK,
                  "FP8": fp8, "enable_fp_fusion": False}
-    attention_decode_kernel[(B * G, splits)](
-        q, k, v, *_pointers(scales, lse), out, lse, part_acc, part_m, part_l,
-        layout.block_table, layout.context_lens, layout.block_table.stride(0), scale * LOG2E,
-        *_strides(k, v, k_scale, v_scale),
-        G=G, PAGE=k.shape[1], ROWS=64, STAGES=3 if fp8 else 2, num_warps=4, **constants,
-    )
+    pointers = (*_pointers(scales, lse), out, lse, part_acc, part_m, part_l, layout.block_table,
+                layout.context_lens, layout.block_table.stride(0), scale * LOG2E)
+    strides = _strides(k, v, k_scale, v_scale)
+    k_rows, v_rows = page_rows(k), page_rows(v)
+    if q.is_cuda and k.shape[1] % KEY_BLOCK == 0 and k_rows and v_rows:
+        columns = D if k_rows[1][1] else G * D
+        attention_decode_hopper_kernel[(B * G, splits)](
+            rows_descriptor(k, KEY_BLOCK, (k_rows[0][0], columns, k_rows[0][1])),
+            rows_descriptor(v, KEY_BLOCK, (v_rows[0][0], columns, v_rows[0][1])),
+            q, *pointers, *k_rows[1], *v_rows[1], *strides[6:],
+            G=G, PAGE=k.shape[1], SLOTS=_decode_slots(D, fp8), PRODUCER_REGS=24, maxnreg=128,
+            num_warps=4, **constants,
+        )
+    else:
+        attention_decode_kernel[(B * G, splits)](
+            q, k, v, *pointers, *strides,
+            G=G, PAGE=k.shape[1], ROWS=64, STAGES=2, num_warps=4, **constants,
+        )
     if splits > 1:
         attention_fold_kernel[(B, H)](
             part_acc, part_m, part_l, out, lse, layout.context_lens, splits,
@@ -177,42 +199,4 @@ def _decode(q, k, v, scales, layout: PagedLayout, scale: float, out, lse) -> Non
         )
 
 
-def attention_backward(
-    q_THD: torch.Tensor,
-    k_SGD: torch.Tensor,
-    v_SGD: torch.Tensor,
-    out_THD: torch.Tensor,
-    lse_TH: torch.Tensor,
-    dout_THD: torch.Tensor,
-    layout: PackedLayout,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq bf16 [T, H, D], dk bf16 [S, G, D], dv bf16 [S, G, D]), the same bits on every run.
-
-    All inputs bf16 and contiguous (with FP8 keys: the dequantised q, k, v), lse fp32 natural log,
-    from whatever forward wrote out and lse. A prompt's dK and dV sum its own and its samples'.
-    """
-    for name, x in (("q", q_THD), ("k", k_SGD), ("v", v_SGD), ("dout", dout_THD)):
-        if not x.is_contiguous():
-            raise ValueError(f"{name} must be contiguous in the attention backward")
-    T, H, D = q_THD.shape
-    G = k_SGD.shape[1]
-    dq, dk, dv = torch.empty_like(q_THD), torch.empty_like(k_SGD), torch.empty_like(v_SGD)
-    delta = torch.empty_like(lse_TH)
-    attention_delta_kernel[(triton.cdiv(T * H, 64),)](
-        out_THD, dout_THD, delta, T * H, D=D, ROWS=64, num_warps=4)
-    part_shape = (max(layout.num_partial_rows, 1), G, D)
-    dk_part = torch.empty(part_shape, dtype=torch.float32, device=q_THD.device)
-    dv_part = torch.empty_like(dk_part)
-    items = layout.backward_items
-    attention_dkdv_kernel[(items.shape[0] * G, triton.cdiv(layout.max_length, 128))](
-        q_THD, k_SGD, v_SGD, dout_THD, lse_TH, delta, dk, dv, dk_part, dv_part,
-        layout.segments, items, scale, H=H, G=G, D=D, KEYS=128, QUERIES=64, STAGES=2, num_warps=8)
-    if layout.reduce_items.shape[0]:
-        attention_reduce_kernel[(layout.reduce_items.shape[0], layout.max_length)](
-            dk_part, dv_part, dk, dv, layout.segments, layout.reduce_items,
-            GD=G * D, COLUMNS=triton.next_power_of_2(G * D), num_warps=4)
-    attention_dq_kernel[(layout.segments.shape[0] * H, triton.cdiv(layout.max_length, 128))](
-        q_THD, k_SGD, v_SGD, dout_THD, lse_TH, delta, dq, layout.segments, scale,
-        H=H, G=G, D=D, QUERIES=128, KEYS=64, STAGES=2, num_warps=8)
-    return dq, dk, dv
+__all__ = ["attention_backward", "attention_forward"]

@@ -11,25 +11,36 @@ from samebit.kernels.attention_block import LOG2E
 
 
 @triton.jit
-def attention_delta_kernel(out_ptr, dout_ptr, delta_ptr, num_rows, D: tl.constexpr,
-                           ROWS: tl.constexpr):
-    """delta = sum over D of out * dout, FP32; out and dout bf16 [rows, D]."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    offset = row.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
-    inside = row < num_rows
+def attention_delta_kernel(out_ptr, dout_ptr, lse_ptr, lse_out_ptr, delta_out_ptr, num_tokens, scale,
+                           H: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr):
+    """Grid (token tiles, H): -lse / scale and -sum over D of out * dout, both fp32 [H, T].
+
+    Transposed, a tile's values are contiguous; negated, they are what the products start from.
+    """
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    head = tl.program_id(1)
+    row = token.to(tl.int64) * H + head
+    offset = row[:, None] * D + tl.arange(0, D)[None, :]
+    inside = token < num_tokens
     out = tl.load(out_ptr + offset, mask=inside[:, None], other=0.0).to(tl.float32)
     dout = tl.load(dout_ptr + offset, mask=inside[:, None], other=0.0).to(tl.float32)
-    tl.store(delta_ptr + row, tl.sum(out * dout, 1), mask=inside)
+    lse = tl.load(lse_ptr + row, mask=inside, other=0.0)
+    column = head.to(tl.int64) * num_tokens + token
+    tl.store(delta_out_ptr + column, -tl.sum(out * dout, 1), mask=inside)
+    tl.store(lse_out_ptr + column, -lse / scale, mask=inside)
 
 
 @triton.jit
 def attention_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dk_part_ptr, dv_part_ptr,
-    segments, items, scale,
+    segments, items, row_width, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid (items x G, key tiles): one item's share of dK and dV of KEYS rows of one head."""
+    """Grid (items x G, key tiles): one item's share of dK and dV of KEYS rows of one head.
+
+    lse (-lse / scale) and delta (negated): fp32 [H, row_width].
+    """
     GROUP: tl.constexpr = H // G
     item = items + (tl.program_id(0) // G) * 4
     head = tl.program_id(0) % G
@@ -68,15 +79,16 @@ def attention_dkdv_kernel(
             q = tl.load(q_ptr + row[:, None] * D + d[None, :], mask=inside_M[:, None], other=0.0)
             do = tl.load(dout_ptr + row[:, None] * D + d[None, :],
                          mask=inside_M[:, None], other=0.0)
+            column = (head * GROUP + step // tiles).to(tl.int64) * row_width + q_start + query_M
             # An infinite log-sum-exp makes the probabilities of absent rows zero.
-            lse = tl.load(lse_ptr + row, mask=inside_M, other=float("inf")) * LOG2E
-            delta = tl.load(delta_ptr + row, mask=inside_M, other=0.0)
+            lse = tl.load(lse_ptr + column, mask=inside_M, other=float("-inf"))
+            delta = tl.load(delta_ptr + column, mask=inside_M, other=0.0)
             s_NM = tl.dot(k, tl.trans(q))
-            p_NM = tl.exp2(tl.fma(s_NM, factor, -lse[None, :]))
+            p_NM = tl.exp2((s_NM + lse[None, :]) * factor)
             p_NM = tl.where(key_N[:, None] <= query_M[None, :] + offset, p_NM, 0.0)
             dp_NM = tl.dot(v, tl.trans(do))
             dv = tl.dot(p_NM.to(do.dtype), do, dv)
-            ds_NM = p_NM * (dp_NM - delta[None, :])
+            ds_NM = p_NM * (dp_NM + delta[None, :])
             dk = tl.dot(ds_NM.to(q.dtype), q, dk)
     dk = dk * scale
     if partial < 0:
@@ -116,7 +128,7 @@ def attention_reduce_kernel(dk_part_ptr, dv_part_ptr, dk_ptr, dv_ptr, segments, 
 
 @triton.jit
 def attention_dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, segments, scale,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, segments, row_width, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -137,8 +149,9 @@ def attention_dq_kernel(
     row = (start + query_M).to(tl.int64) * H + head
     q = tl.load(q_ptr + row[:, None] * D + d[None, :], mask=inside_M[:, None], other=0.0)
     do = tl.load(dout_ptr + row[:, None] * D + d[None, :], mask=inside_M[:, None], other=0.0)
-    lse = tl.load(lse_ptr + row, mask=inside_M, other=float("inf")) * LOG2E
-    delta = tl.load(delta_ptr + row, mask=inside_M, other=0.0)
+    column = head.to(tl.int64) * row_width + start + query_M
+    lse = tl.load(lse_ptr + column, mask=inside_M, other=float("-inf"))
+    delta = tl.load(delta_ptr + column, mask=inside_M, other=0.0)
     factor = scale * LOG2E
     dq = tl.zeros([QUERIES, D], tl.float32)
     end = prefix_length + length
@@ -151,10 +164,10 @@ def attention_dq_kernel(
         k = tl.load(k_ptr + kv_off, mask=inside, other=0.0)
         v = tl.load(v_ptr + kv_off, mask=inside, other=0.0)
         s = tl.dot(q, tl.trans(k))
-        p = tl.exp2(tl.fma(s, factor, -lse[:, None]))
+        p = tl.exp2((s + lse[:, None]) * factor)
         p = tl.where(position[None, :] <= (prefix_length + query_M)[:, None], p, 0.0)
         dp = tl.dot(do, tl.trans(v))
-        ds = p * (dp - delta[:, None])
+        ds = p * (dp + delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq)
     dq = dq * scale
     tl.store(dq_ptr + row[:, None] * D + d[None, :], dq.to(dq_ptr.dtype.element_ty),

@@ -15,10 +15,10 @@ PV_LIFT = tl.constexpr(256.0)
 
 @triton.jit
 def attend_block(
-    q, k_KD, v_KD, acc, m, l, keep, factor, k_scale, v_scale,
+    q, k_KD, v_KD, acc, m, den, keep, factor, k_scale, v_scale,
     MASKED: tl.constexpr, FP8: tl.constexpr,
 ):
-    """One block of keys: the new (acc, m, l). m is in units of log2, NaN scores stay NaN."""
+    """One block of keys: the new (acc, m, den). m is in units of log2, NaN scores stay NaN."""
     s = tl.dot(q, tl.trans(k_KD))
     if FP8:
         s = s * k_scale[None, :]
@@ -30,33 +30,33 @@ def attend_block(
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(tl.fma(s, factor[:, None], -m_safe[:, None]))
     alpha = tl.exp2(m - m_safe)
-    l = tl.fma(l, alpha, tl.sum(p, 1))
+    den = tl.fma(den, alpha, tl.sum(p, 1))
     acc = acc * alpha[:, None]
     if FP8:
         p = p * v_scale[None, :]
         acc = tl.dot(p.to(tl.float16), v_KD.to(tl.float16), acc)
     else:
         acc = tl.dot(p.to(v_KD.dtype), v_KD, acc)
-    return acc, m_new, l
+    return acc, m_new, den
 
 
 @triton.jit
-def fold_scales(m_total, l_total, m, l):
+def fold_scales(m_total, l_total, m, den):
     """(new maximum, new sum, weight of the total, weight of the split); the split is not empty."""
     m_new = tl.maximum(m_total, m)
     weight_total = tl.exp2(m_total - m_new)
     weight_split = tl.exp2(m - m_new)
-    l_new = tl.fma(l_total, weight_total, l * weight_split)
+    l_new = tl.fma(l_total, weight_total, den * weight_split)
     return m_new, l_new, weight_total, weight_split
 
 
 @triton.jit
-def finish_scales(m, l, FP8: tl.constexpr):
+def finish_scales(m, den, FP8: tl.constexpr):
     """(factor of the accumulator, natural log-sum-exp) of finished rows."""
-    inverse = tl.div_rn(1.0, l)
+    inverse = tl.div_rn(1.0, den)
     if FP8:
         inverse = inverse * (1.0 / PV_LIFT)
-    return inverse, (m + tl.log2(l)) * LN2
+    return inverse, (m + tl.log2(den)) * LN2
 
 
 @triton.jit

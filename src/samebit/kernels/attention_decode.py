@@ -42,22 +42,22 @@ def attention_decode_kernel(
     mid = tl.minimum(hi, end // KB)
     block_row = block_table + index.to(tl.int64) * table_width
     m = tl.full([ROWS], float("-inf"), tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
+    den = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D], tl.float32)
-    acc, m, l = _walk(
-        q, acc, m, l, lo, mid, position_R, factor_R,
+    acc, m, den = _walk(
+        q, acc, m, den, lo, mid, position_R, factor_R,
         k_ptr + head * k_head, v_ptr + head * v_head,
         k_scale_ptr + head * ks_head, v_scale_ptr + head * vs_head,
         end, 0, 0, 0, block_row, k_page, k_row, v_page, v_row, ks_page, ks_row, vs_page, vs_row,
         D, KB, PAGE, True, FP8, False, STAGES)
-    acc, m, l = _walk(
-        q, acc, m, l, mid, hi, position_R, factor_R,
+    acc, m, den = _walk(
+        q, acc, m, den, mid, hi, position_R, factor_R,
         k_ptr + head * k_head, v_ptr + head * v_head,
         k_scale_ptr + head * ks_head, v_scale_ptr + head * vs_head,
         end, 0, 0, 0, block_row, k_page, k_row, v_page, v_row, ks_page, ks_row, vs_page, vs_row,
         D, KB, PAGE, True, FP8, True, 1)
     if num_blocks <= SPLIT_BLOCKS:
-        scale_R, lse_R = finish_scales(m, l, FP8)
+        scale_R, lse_R = finish_scales(m, den, FP8)
         out = (acc * scale_R[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + out_row[:, None] * D + d[None, :], out, mask=valid_R[:, None])
         tl.store(lse_ptr + out_row, lse_R, mask=valid_R)
@@ -65,7 +65,7 @@ def attention_decode_kernel(
         part = out_row * tl.num_programs(1) + split
         tl.store(part_acc_ptr + part[:, None] * D + d[None, :], acc, mask=valid_R[:, None])
         tl.store(part_m_ptr + part, m, mask=valid_R)
-        tl.store(part_l_ptr + part, l, mask=valid_R)
+        tl.store(part_l_ptr + part, den, mask=valid_R)
 
 
 @triton.jit
@@ -87,9 +87,9 @@ def attention_fold_kernel(
     for split in range(0, num_splits):
         part = row * max_splits + split
         m = tl.load(part_m_ptr + part + one)
-        l = tl.load(part_l_ptr + part + one)
+        den = tl.load(part_l_ptr + part + one)
         acc = tl.load(part_acc_ptr + part * D + d)[None, :]
-        m_total, l_total, old, new = fold_scales(m_total, l_total, m, l)
+        m_total, l_total, old, new = fold_scales(m_total, l_total, m, den)
         acc_total = tl.fma(acc_total, old[:, None], acc * new[:, None])
     scale, lse = finish_scales(m_total, l_total, FP8)
     out = (acc_total * scale[:, None]).to(out_ptr.dtype.element_ty)

@@ -21,7 +21,7 @@ ROWS = gl.constexpr(64)
 
 
 @gluon.jit
-def _softmax(s, m, l, factor, position_R, base, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
+def _softmax(s, m, den, factor, position_R, base, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
              KB: gl.constexpr):
     """(probabilities, new maximum, new sum, factor of the old accumulator) of one block."""
     if MASKED:
@@ -31,10 +31,10 @@ def _softmax(s, m, l, factor, position_R, base, MASKED: gl.constexpr, LAYOUT: gl
     m_safe = m_new
     if MASKED:
         m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-    p = gl.exp2(gl.fma(s, factor, -m_safe[:, None]))
+    p = gl.exp2(gl.fma(s, factor[:, None], -m_safe[:, None]))
     alpha = gl.exp2(m - m_safe)
-    l = gl.fma(l, alpha, gl.sum(p, 1))
-    return p, m_new, l, alpha
+    den = gl.fma(den, alpha, gl.sum(p, 1))
+    return p, m_new, den, alpha
 
 
 @gluon.jit
@@ -49,7 +49,7 @@ def _scores(block, q, k_smem, k_ready, KB: gl.constexpr, STAGES: gl.constexpr,
 
 @gluon.jit
 def _advance(
-    first, last, q, p, acc, m, l, k_smem, v_smem, k_ready, v_ready, k_free, v_free,
+    first, last, q, p, acc, m, den, k_smem, v_smem, k_ready, v_ready, k_free, v_free,
     factor, position_R, MASKED: gl.constexpr, D: gl.constexpr, KB: gl.constexpr,
     STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
 ):
@@ -62,12 +62,12 @@ def _advance(
         acc = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))
         mbarrier.arrive(k_free.index(block % STAGES), count=1)
-        prob, m, l, alpha = _softmax(s, m, l, factor, position_R, block * KB, MASKED, S_LAYOUT, KB)
+        prob, m, den, alpha = _softmax(s, m, den, factor, position_R, block * KB, MASKED, S_LAYOUT, KB)
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
         mbarrier.arrive(v_free.index(stage), count=1)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
         p = gl.convert_layout(prob.to(DTYPE), P_LAYOUT)
-    return p, acc, m, l
+    return p, acc, m, den
 
 
 @gluon.jit
@@ -85,6 +85,7 @@ def _consume(
     q = q_smem.index(GROUP_INDEX)
     total = total_smem.index(GROUP_INDEX)
     position_R = before + token0 + GROUP_INDEX * ROWS + gl.arange(0, ROWS, ROW)
+    factor = gl.full([ROWS], 1.0, gl.float32, ROW) * factor
     m_total = gl.full([ROWS], float("-inf"), gl.float32, ROW)
     l_total = gl.zeros([ROWS], gl.float32, ROW)
     acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
@@ -95,18 +96,18 @@ def _consume(
         hi = gl.minimum(lo + SPLIT_BLOCKS, num_blocks)
         mid = gl.minimum(gl.maximum(num_full, lo + 1), hi)
         m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-        l = gl.zeros([ROWS], gl.float32, ROW)
+        den = gl.zeros([ROWS], gl.float32, ROW)
         acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
         s = _scores(lo, q, k_smem, k_ready, KB, STAGES, S_LAYOUT)
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_free.index(lo % STAGES), count=1)
-        prob, m, l, alpha = _softmax(s, m, l, factor, position_R, lo * KB, True, S_LAYOUT, KB)
+        prob, m, den, _ = _softmax(s, m, den, factor, position_R, lo * KB, True, S_LAYOUT, KB)
         p = gl.convert_layout(prob.to(DTYPE), P_LAYOUT)
-        p, acc, m, l = _advance(
-            lo + 1, mid, q, p, acc, m, l, k_smem, v_smem, k_ready, v_ready, k_free, v_free,
+        p, acc, m, den = _advance(
+            lo + 1, mid, q, p, acc, m, den, k_smem, v_smem, k_ready, v_ready, k_free, v_free,
             factor, position_R, False, D, KB, STAGES, S_LAYOUT, O_LAYOUT, DTYPE)
-        p, acc, m, l = _advance(
-            mid, hi, q, p, acc, m, l, k_smem, v_smem, k_ready, v_ready, k_free, v_free,
+        p, acc, m, den = _advance(
+            mid, hi, q, p, acc, m, den, k_smem, v_smem, k_ready, v_ready, k_free, v_free,
             factor, position_R, True, D, KB, STAGES, S_LAYOUT, O_LAYOUT, DTYPE)
         stage = (hi - 1) % STAGES
         mbarrier.wait(v_ready.index(stage), ((hi - 1) // STAGES) & 1)
@@ -118,7 +119,7 @@ def _consume(
             m_new = gl.maximum(m_total, m)
             old = gl.exp2(m_total - m_new)
             new = gl.exp2(m - m_new)
-            l_new = gl.fma(l_total, old, l * new)
+            l_new = gl.fma(l_total, old, den * new)
             m_total = gl.where(seen, m_new, m_total)
             l_total = gl.where(seen, l_new, l_total)
             before_acc = total.load(O_LAYOUT)
@@ -129,7 +130,7 @@ def _consume(
                            gl.fma(before_acc, old_O[:, None], acc * new_O[:, None]), before_acc)
         else:
             m_total = m
-            l_total = l
+            l_total = den
         if split + 1 < num_splits:
             total.store(acc)
     inverse = gl.convert_layout(gl.div_rn(1.0, l_total), gl.SliceLayout(1, O_LAYOUT))

@@ -30,13 +30,13 @@ def query_range(segments, block_table, context_lens, query_starts, index, table_
 
 @triton.jit
 def _walk(
-    q, acc, m, l, first, last, position_R, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+    q, acc, m, den, first, last, position_R, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
     end, start, prefix_start, prefix_length, block_row,
     k_page, k_row, v_page, v_row, ks_page, ks_row, vs_page, vs_row,
     D: tl.constexpr, KB: tl.constexpr, PAGE: tl.constexpr, PAGED: tl.constexpr,
     FP8: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Blocks first..last-1 folded into (acc, m, l)."""
+    """Blocks first..last-1 folded into (acc, m, den)."""
     d = tl.arange(0, D)
     uniform: tl.constexpr = PAGE % KB == 0
     for block in tl.range(first, last, num_stages=STAGES):
@@ -64,8 +64,9 @@ def _walk(
             k_scale = tl.load(k_scale_ptr + ks_off, mask=position < end, other=0.0)
             v_scale = tl.load(v_scale_ptr + vs_off, mask=position < end, other=0.0) * PV_LIFT
         keep = position[None, :] <= position_R[:, None]
-        acc, m, l = attend_block(q, k, v, acc, m, l, keep, factor, k_scale, v_scale, MASKED, FP8)
-    return acc, m, l
+        acc, m, den = attend_block(
+            q, k, v, acc, m, den, keep, factor, k_scale, v_scale, MASKED, FP8)
+    return acc, m, den
 
 
 @triton.jit
@@ -115,17 +116,17 @@ def attention_prefill_kernel(
             hi = num_blocks
         mid = tl.minimum(tl.maximum(num_full, lo), hi)
         m = tl.full([ROWS], float("-inf"), tl.float32)
-        l = tl.zeros([ROWS], tl.float32)
+        den = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, D], tl.float32)
-        acc, m, l = _walk(
-            q, acc, m, l, lo, mid, position_R, factor_R,
+        acc, m, den = _walk(
+            q, acc, m, den, lo, mid, position_R, factor_R,
             k_ptr + head * k_head, v_ptr + head * v_head,
             k_scale_ptr + head * ks_head, v_scale_ptr + head * vs_head,
             end, start, prefix_start, before, block_row,
             k_page, k_row, v_page, v_row, ks_page, ks_row, vs_page, vs_row,
             D, KB, PAGE, PAGED, FP8, False, STAGES)
-        acc, m, l = _walk(
-            q, acc, m, l, mid, hi, position_R, factor_R,
+        acc, m, den = _walk(
+            q, acc, m, den, mid, hi, position_R, factor_R,
             k_ptr + head * k_head, v_ptr + head * v_head,
             k_scale_ptr + head * ks_head, v_scale_ptr + head * vs_head,
             end, start, prefix_start, before, block_row,
@@ -134,11 +135,11 @@ def attention_prefill_kernel(
         if ONE_SPLIT:
             acc_total = acc
             m_total = m
-            l_total = l
+            l_total = den
         else:
             # A row whose position precedes the split skips it: no rounding, no change of sign.
             seen = position_R >= lo * KB
-            m_new, l_new, old, new = fold_scales(m_total, l_total, m, l)
+            m_new, l_new, old, new = fold_scales(m_total, l_total, m, den)
             acc_total = tl.where(
                 seen[:, None], tl.fma(acc_total, old[:, None], acc * new[:, None]), acc_total)
             m_total = tl.where(seen, m_new, m_total)
