@@ -1,8 +1,20 @@
-"""A dense FP64 oracle for attention and small problems to try it on."""
+"""A dense FP64 oracle for attention and small problems to try it on.
 
+Without a GPU the kernels run in Triton's interpreter, which has to be chosen before they are
+imported: import this module first.
+"""
+
+import os
+
+import pytest
 import torch
 
-from samebit.kernels.attention_layout import PackedLayout, PagedLayout
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+from samebit.kernels.attention_layout import PackedLayout, PagedLayout  # noqa: E402
 
 # (start, length, prefix start, prefix length): a prompt, three samples of it, one alone.
 SEGMENTS = [(0, 37, 0, 0), (37, 50, 0, 37), (87, 1, 0, 37), (88, 130, 0, 37), (218, 70, 0, 0)]
@@ -10,8 +22,7 @@ SEGMENTS = [(0, 37, 0, 0), (37, 50, 0, 37), (87, 1, 0, 37), (88, 130, 0, 37), (2
 
 def dense(q_THD, k_SGD, v_SGD, segments, scale):
     """(out [T, H, D], lse [T, H]) in FP64, differentiable, from packed tensors."""
-    H, D = q_THD.shape[1:]
-    group = H // k_SGD.shape[1]
+    group = q_THD.shape[1] // k_SGD.shape[1]
     outs, lses = [], []
     for start, length, prefix_start, prefix_length in segments:
         rows = torch.cat([

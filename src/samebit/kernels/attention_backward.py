@@ -11,8 +11,10 @@ from samebit.kernels.attention_block import LOG2E
 
 
 @triton.jit
-def attention_delta_kernel(out_ptr, dout_ptr, lse_ptr, lse_out_ptr, delta_out_ptr, num_tokens, scale,
-                           H: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr):
+def attention_delta_kernel(
+    out_ptr, dout_ptr, lse_ptr, lse_out_ptr, delta_out_ptr, num_tokens, scale,
+    H: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr,
+):
     """Grid (token tiles, H): -lse / scale and -sum over D of out * dout, both fp32 [H, T].
 
     Transposed, a tile's values are contiguous; negated, they are what the products start from.

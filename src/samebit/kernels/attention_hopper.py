@@ -62,7 +62,8 @@ def _advance(
         acc = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))
         mbarrier.arrive(k_free.index(block % STAGES), count=1)
-        prob, m, den, alpha = _softmax(s, m, den, factor, position_R, block * KB, MASKED, S_LAYOUT, KB)
+        prob, m, den, alpha = _softmax(
+            s, m, den, factor, position_R, block * KB, MASKED, S_LAYOUT, KB)
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
         mbarrier.arrive(v_free.index(stage), count=1)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]

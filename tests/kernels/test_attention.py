@@ -1,0 +1,134 @@
+"""Attention against dense FP64, and its three layouts against one another, without a GPU.
+
+The interpreter's BF16 product and rounding are not the card's, so these run FP16 and e4m3 data and
+store FP32; what they prove is indexing, masks, splits and folds.
+"""
+
+import pytest
+import torch
+
+from tests.kernels.attention_oracle import (
+    DEVICE,
+    SEGMENTS,
+    chunk,
+    decode_step,
+    dense,
+    packed,
+    quantise,
+    to_pages,
+)
+
+from samebit.kernels import attention as module  # isort: skip
+from samebit.kernels.attention import attention_backward, attention_forward  # isort: skip
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu holds these on a card")
+T = SEGMENTS[-1][0] + SEGMENTS[-1][1]
+STEPS = (0, 36, 49, 100, 129)
+
+
+@pytest.fixture(autouse=True)
+def small_constants(monkeypatch):
+    """Blocks of 64 keys and splits of 128, so that 167 keys span two splits."""
+    monkeypatch.setattr(module, "KEY_BLOCK", 64)
+    monkeypatch.setattr(module, "SPLIT_KEYS", 128)
+
+
+def problem(H, G, D, fp8, seed=0):
+    """(q, k, v, scales by keyword, dequantised q, k, v)."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(T, n, D, generator=generator) for n in (H, G, G)]
+    if not fp8:
+        tensors = [x.half() for x in tensors]
+        return *tensors, {}, tensors
+    codes, scales = zip(*map(quantise, tensors), strict=True)
+    named = dict(zip(("q_scale_TH", "k_scale", "v_scale"), scales, strict=True))
+    return *codes, named, [c.float() * s[..., None] for c, s in zip(codes, scales, strict=True)]
+
+
+def forward(q, k, v, layout, scale, **scales):
+    return attention_forward(q, k, v, layout, scale, out=torch.full(q.shape, 9.0), **scales)
+
+
+def paged(x, page, head_major=False):
+    return to_pages(x, SEGMENTS, page, torch.Generator().manual_seed(1), head_major=head_major)
+
+
+@pytest.mark.parametrize(("H", "G", "D", "fp8", "page"),
+                         [(6, 2, 64, False, 16), (4, 1, 64, True, 64)])
+def test_layouts_agree_bit_for_bit_and_with_dense(H, G, D, fp8, page):
+    q, k, v, scales, exact = problem(H, G, D, fp8)
+    out, lse = forward(q, k, v, packed(SEGMENTS), D**-0.5, **scales)
+    want, want_lse = dense(*exact, SEGMENTS, D**-0.5)
+    assert (out - want).norm() / want.norm() < 4e-4
+    assert (lse - want_lse).abs().max() < 2e-6
+    k_pages, table = paged(k, page)
+    v_pages, _ = paged(v, page)
+    cache = {name: paged(scales[name], page)[0] for name in ("k_scale", "v_scale") if fp8}
+    for first, last in ((0, 20), (20, 130)):
+        layout, rows = chunk(SEGMENTS, table, first, last, DEVICE)
+        extra = {**cache, **({"q_scale_TH": scales["q_scale_TH"][rows]} if fp8 else {})}
+        got, got_lse = forward(q[rows], k_pages, v_pages, layout, D**-0.5, **extra)
+        assert torch.equal(got, out[rows])
+        assert torch.equal(got_lse, lse[rows])
+    for step in STEPS:
+        layout, rows = decode_step(SEGMENTS, table, step, DEVICE)
+        extra = {**cache, **({"q_scale_TH": scales["q_scale_TH"][rows]} if fp8 else {})}
+        got, got_lse = forward(q[rows], k_pages, v_pages, layout, D**-0.5, **extra)
+        for index, (_, length, _, _) in enumerate(SEGMENTS):
+            if step < length:
+                assert torch.equal(got[index], out[rows[index]])
+                assert torch.equal(got_lse[index], lse[rows[index]])
+            else:
+                assert (got[index] == 9.0).all(), "an idle slot is left alone"
+
+
+def test_one_stale_key_row_changes_the_outcome():
+    q, k, v, _, _ = problem(2, 1, 64, False)
+    k_pages, table = paged(k, 64)
+    v_pages, _ = paged(v, 64)
+    layout, rows = decode_step(SEGMENTS, table, 49, DEVICE)
+    before, _ = forward(q[rows], k_pages, v_pages, layout, 0.125)
+    k_pages[table[1, 0], 5] += 1.0
+    after, _ = forward(q[rows], k_pages, v_pages, layout, 0.125)
+    assert not torch.equal(before[1], after[1])
+    assert torch.equal(before[3], after[3])
+
+
+@pytest.mark.parametrize("samples_per_item", [1, 2])
+def test_backward_equals_the_dense_gradient(samples_per_item):
+    q, k, v, _, _ = problem(2, 1, 64, False)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = dense(*leaves, SEGMENTS, 0.125)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).half()
+    out.backward(dout.double())
+    layout = packed(SEGMENTS, samples_per_item=samples_per_item)
+    got = attention_backward(
+        q, k, v, out.detach().half(), lse.detach().float(), dout, layout, 0.125)
+    for mine, leaf in zip(got, leaves, strict=True):
+        assert (mine.double() - leaf.grad).norm() / leaf.grad.norm() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": torch.zeros(T, 4, 64)}, "ratio must be whole"),
+        ({"q_THD": torch.zeros(T, 6, 96)}, "head size 96 is not supported"),
+        ({"v": torch.zeros(T, 1, 64)}, "must match"),
+        ({"k": torch.zeros(T, 2, 64).half()}, "they must agree"),
+        ({"k_scale": torch.zeros(T, 2)}, "exactly with e4m3"),
+        ({"q_THD": torch.zeros(6, T, 64).transpose(0, 1)}, "must be contiguous"),
+    ],
+)
+def test_undefined_inputs_are_refused(change, message):
+    call = {"q_THD": torch.zeros(T, 6, 64), "k": torch.zeros(T, 2, 64),
+            "v": torch.zeros(T, 2, 64), "layout": packed(SEGMENTS), "scale": 0.125}
+    with pytest.raises(ValueError, match=message):
+        attention_forward(**{**call, **change})
+
+
+def test_page_size_must_fit_the_key_block():
+    _, table = paged(torch.zeros(T, 1, 64), 48)
+    layout, _ = decode_step(SEGMENTS, table, 0, DEVICE)
+    cache = torch.zeros(8, 48, 1, 64)
+    with pytest.raises(ValueError, match="page size 48 must divide 64"):
+        attention_forward(torch.zeros(5, 1, 64), cache, cache, layout, 0.125)
