@@ -140,8 +140,8 @@ def _packed(q, k, v, layout: PackedLayout, scale: float, out, lse) -> None:
     )
 
 
-def page_rows(cache: torch.Tensor) -> tuple[tuple[int, int], tuple[int, int, int]] | None:
-    """((rows, row stride), (rows per page, rows per head, columns per head)) of a cache.
+def page_rows(cache: torch.Tensor) -> tuple[tuple[int, int, int], tuple[int, int, int]] | None:
+    """((rows, columns, row stride), (rows per page, rows per head, columns per head)) of a cache.
 
     None when pages and heads do not lie on one grid of rows.
     """
@@ -151,23 +151,27 @@ def page_rows(cache: torch.Tensor) -> tuple[tuple[int, int], tuple[int, int, int
     if page_stride % row or (row * cache.element_size()) % 16 or (head_columns and row < G * D):
         return None
     rows = (pages - 1) * (page_stride // row) + (G - 1) * head_rows + page
-    return (rows, row), (page_stride // row, head_rows, head_columns)
+    columns = D if head_rows else G * D
+    return (rows, columns, row), (page_stride // row, head_rows, head_columns)
 
 
-def _decode_slots(D: int, fp8: bool) -> int:
-    """Ring slots that leave room for two programs on a multiprocessor."""
-    if fp8:
-        return 4 if D == 128 else 8
-    return 3 if D == 128 else 6
+def splits_per_program(programs: int, splits: int) -> int:
+    """Splits that one decode program walks: more amortise its start, fewer fill the card.
+
+    A scheduling choice only: every split's partial result and their fold are the same.
+    """
+    for count in (4, 2):
+        if programs * triton.cdiv(splits, count) >= 1024:
+            return count
+    return 1
 
 
 def _decode(q, k, v, scales, layout: PagedLayout, scale: float, out, lse) -> None:
     _, k_scale, v_scale = scales
-    H, D = q.shape[1:]
+    B, H, D = q.shape
     G = k.shape[-2]
-    B = layout.block_table.shape[0]
     fp8 = k_scale is not None
-    splits = triton.cdiv(layout.max_context, SPLIT_KEYS)
+    splits = max(triton.cdiv(layout.max_context, SPLIT_KEYS), 1)
     shape = (B, H, splits) if splits > 1 else (1, 1, 1)
     part_m = torch.empty(shape, dtype=torch.float32, device=q.device)
     part_l = torch.empty_like(part_m)
@@ -178,25 +182,32 @@ def _decode(q, k, v, scales, layout: PagedLayout, scale: float, out, lse) -> Non
                 layout.context_lens, layout.block_table.stride(0), scale * LOG2E)
     strides = _strides(k, v, k_scale, v_scale)
     k_rows, v_rows = page_rows(k), page_rows(v)
-    if q.is_cuda and k.shape[1] % KEY_BLOCK == 0 and k_rows and v_rows:
-        columns = D if k_rows[1][1] else G * D
-        attention_decode_hopper_kernel[(B * G, splits)](
-            rows_descriptor(k, KEY_BLOCK, (k_rows[0][0], columns, k_rows[0][1])),
-            rows_descriptor(v, KEY_BLOCK, (v_rows[0][0], columns, v_rows[0][1])),
-            q, *pointers, *k_rows[1], *v_rows[1], *strides[6:],
-            G=G, PAGE=k.shape[1], SLOTS=_decode_slots(D, fp8), PRODUCER_REGS=24, maxnreg=128,
-            num_warps=4, **constants,
+    finished = 1
+    if q.is_cuda and k.shape[1] % KEY_BLOCK == 0 and k_rows and v_rows and H // G <= 32:
+        finished = splits_per_program(B * G, splits)
+        attention_decode_hopper_kernel[(B * G, triton.cdiv(splits, finished))](
+            rows_descriptor(k, KEY_BLOCK, k_rows[0]), rows_descriptor(v, KEY_BLOCK, v_rows[0]),
+            q, *pointers, splits, *k_rows[1], *v_rows[1], *strides[6:],
+            G=G, PAGE=k.shape[1], SPLITS=finished, SLOTS=_decode_slots(D, fp8),
+            FEEDER_REGS=88 if fp8 else 24, maxnreg=128, num_warps=4, **constants,
         )
     else:
         attention_decode_kernel[(B * G, splits)](
             q, k, v, *pointers, *strides,
             G=G, PAGE=k.shape[1], ROWS=64, STAGES=2, num_warps=4, **constants,
         )
-    if splits > 1:
+    if splits > finished:
         attention_fold_kernel[(B, H)](
             part_acc, part_m, part_l, out, lse, layout.context_lens, splits,
-            num_warps=1, **constants,
+            FINISHED=finished, num_warps=1, **constants,
         )
+
+
+def _decode_slots(D: int, fp8: bool) -> int:
+    """Ring slots that leave room for two programs on a multiprocessor."""
+    if fp8:
+        return 4 if D == 128 else 8
+    return 3 if D == 128 else 6
 
 
 __all__ = ["attention_backward", "attention_forward"]

@@ -72,12 +72,15 @@ def attention_decode_kernel(
 def attention_fold_kernel(
     part_acc_ptr, part_m_ptr, part_l_ptr, out_ptr, lse_ptr, context_lens, max_splits,
     H: tl.constexpr, D: tl.constexpr, KB: tl.constexpr, SPLIT_BLOCKS: tl.constexpr,
-    FP8: tl.constexpr,
+    FP8: tl.constexpr, FINISHED: tl.constexpr,
 ):
-    """Grid (B, H): the splits of one row, folded in order as prefill folds them."""
+    """Grid (B, H): the splits of one row, folded in order as prefill folds them.
+
+    Rows of up to FINISHED splits were finished by the kernel before.
+    """
     row = tl.program_id(0).to(tl.int64) * H + tl.program_id(1)
     num_splits = tl.cdiv(tl.cdiv(tl.load(context_lens + tl.program_id(0)), KB), SPLIT_BLOCKS)
-    if num_splits <= 1:
+    if num_splits <= FINISHED:
         return
     d = tl.arange(0, D)
     one = tl.arange(0, 1)

@@ -1,0 +1,145 @@
+"""Attention on the card: the same bits in three layouts, near the FP64 oracle, deterministic."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+from samebit.kernels import attention as module
+from samebit.kernels.attention import attention_backward, attention_forward
+from samebit.kernels.attention_layout import PagedLayout
+from tests.kernels.attention_oracle import chunk, decode_step, dense, packed, quantise, to_pages
+
+pytestmark = pytest.mark.gpu
+# A prompt of 1,500 with three samples, one of 2,500 (three splits), one of 130.
+LONG = [(0, 1500, 0, 0), (1500, 700, 0, 1500), (2200, 900, 0, 1500), (3100, 1, 0, 1500),
+        (3101, 2500, 0, 0), (5601, 130, 0, 0)]
+SHORT = [(0, 600, 0, 0), (600, 300, 0, 600), (900, 500, 0, 600), (1400, 333, 0, 0)]
+STEPS = (0, 1, 62, 127, 128, 400, 523, 524, 699, 899, 1023, 1024, 2047, 2048, 2499)
+HEADS = [(32, 8, 128), (8, 8, 128), (4, 2, 64), (9, 3, 64), (8, 1, 128), (6, 1, 64), (14, 2, 64)]
+
+
+def problem(H, G, D, fp8, segments):
+    """(q, k, v, scales by keyword, dequantised q, k, v)."""
+    generator = torch.Generator("cuda").manual_seed(H + D)
+    T = segments[-1][0] + segments[-1][1]
+    tensors = [torch.randn(T, n, D, generator=generator, device="cuda") for n in (H, G, G)]
+    if not fp8:
+        tensors = [x.bfloat16() for x in tensors]
+        return *tensors, {}, tensors
+    codes, scales = zip(*map(quantise, tensors), strict=True)
+    named = dict(zip(("q_scale_TH", "k_scale", "v_scale"), scales, strict=True))
+    return *codes, named, [c.float() * s[..., None] for c, s in zip(codes, scales, strict=True)]
+
+
+def different(a, b):
+    return (a.view(torch.int16) != b.view(torch.int16)).sum().item()
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("H", "G", "D"), HEADS)
+def test_layouts_agree_bit_for_bit_and_with_dense(H, G, D, fp8):
+    q, k, v, scales, exact = problem(H, G, D, fp8, LONG)
+    out, lse = attention_forward(q, k, v, packed(LONG, "cuda"), D**-0.5, **scales)
+    want, want_lse = dense(*exact, LONG, D**-0.5)
+    assert (out.double() - want).norm() / want.norm() < 3e-3
+    assert (lse - want_lse).abs().max() < (2e-3 if fp8 else 3e-6)
+    del want, want_lse
+    for page, head_major in ((128, False), (32, True), (256, True)):
+        def paged(x, head_major=head_major, page=page):
+            return to_pages(x, LONG, page, torch.Generator().manual_seed(1), head_major=head_major)
+        k_pages, table = paged(k)
+        v_pages, _ = paged(v)
+        cache = {name: paged(scales[name])[0] for name in ("k_scale", "v_scale") if fp8}
+        calls = [chunk(LONG, table, 0, 333, "cuda"), chunk(LONG, table, 333, 2500, "cuda")]
+        calls += [decode_step(LONG, table, step, "cuda") for step in STEPS]
+        for layout, rows in calls:
+            extra = {**cache, **({"q_scale_TH": scales["q_scale_TH"][rows]} if fp8 else {})}
+            got, got_lse = attention_forward(
+                q[rows].contiguous(), k_pages, v_pages, layout, D**-0.5, **extra)
+            live = torch.arange(len(rows), device="cuda")
+            if layout.query_starts is None:
+                live = live[layout.context_lens > 0]
+            rows = torch.tensor(rows, device="cuda")[live]
+            assert different(got[live], out[rows]) == 0
+            assert torch.equal(got_lse[live], lse[rows])
+
+
+def test_the_plain_kernel_gives_the_same_bits_as_the_specialised_one():
+    for H, G, D in HEADS:
+        q, k, v, _, _ = problem(H, G, D, False, LONG)
+        layout = packed(LONG, "cuda")
+        out, lse = attention_forward(q, k, v, layout, D**-0.5)
+        plain, plain_lse = torch.empty_like(out), torch.empty_like(lse)
+        module._prefill(q, k, v, (None,) * 3, layout, D**-0.5, plain, plain_lse)
+        assert different(plain, out) == 0
+        assert torch.equal(plain_lse, lse)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_every_position_of_one_sequence(fp8):
+    """1 to 1,300 tokens decoded as 1,300 sequences that share their pages."""
+    H, G, D, length = 8, 2, 128, 1300
+    q, k, v, scales, _ = problem(H, G, D, fp8, [(0, length, 0, 0)])
+    out, lse = attention_forward(q, k, v, packed([(0, length, 0, 0)], "cuda"), D**-0.5, **scales)
+
+    def paged(x):
+        return to_pages(x, [(0, length, 0, 0)], 128, torch.Generator().manual_seed(3))
+    k_pages, table = paged(k)
+    cache = {name: paged(scales[name])[0] for name in ("k_scale", "v_scale") if fp8}
+    extra = {**cache, **({"q_scale_TH": scales["q_scale_TH"]} if fp8 else {})}
+    layout = PagedLayout(
+        block_table=table.expand(length, -1).contiguous(),
+        context_lens=torch.arange(1, length + 1, dtype=torch.int32, device="cuda"),
+        query_starts=None, max_query_length=1, max_context=length)
+    got, got_lse = attention_forward(q, k_pages, paged(v)[0], layout, D**-0.5, **extra)
+    assert different(got, out) == 0
+    assert torch.equal(got_lse, lse)
+
+
+def test_splits_per_program_do_not_change_bits(monkeypatch):
+    q, k, v, _, _ = problem(8, 2, 128, False, LONG)
+    k_pages, table = to_pages(k, LONG, 128, torch.Generator().manual_seed(1))
+    v_pages, _ = to_pages(v, LONG, 128, torch.Generator().manual_seed(1))
+    layout, rows = decode_step(LONG, table, 2400, "cuda")
+    outcomes = []
+    for count in (1, 2, 4):
+        monkeypatch.setattr(module, "splits_per_program", lambda *_, count=count: count)
+        outcomes.append(attention_forward(q[rows], k_pages, v_pages, layout, 0.09)[0][4])
+    assert different(outcomes[0], outcomes[1]) == 0
+    assert different(outcomes[0], outcomes[2]) == 0
+
+
+@pytest.mark.parametrize(("H", "G", "D"), HEADS)
+def test_backward_is_near_the_oracle_and_deterministic(H, G, D):
+    q, k, v, _, _ = problem(H, G, D, False, SHORT)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    want, _ = dense(*leaves, SHORT, D**-0.5)
+    dout = torch.randn(want.shape, device="cuda", dtype=torch.bfloat16)
+    want.backward(dout.double())
+    layout = packed(SHORT, "cuda")
+    out, lse = attention_forward(q, k, v, layout, D**-0.5)
+    first = attention_backward(q, k, v, out, lse, dout, layout, D**-0.5)
+    again = attention_backward(q, k, v, out, lse, dout, layout, D**-0.5)
+    for mine, same, leaf in zip(first, again, leaves, strict=True):
+        assert (mine.double() - leaf.grad).norm() / leaf.grad.norm() < 4e-3
+        assert different(mine, same) == 0
+
+
+def test_graph_replay_follows_the_context_lengths():
+    q, k, v, _, _ = problem(8, 2, 128, False, LONG)
+    k_pages, table = to_pages(k, LONG, 128, torch.Generator().manual_seed(1))
+    v_pages, _ = to_pages(v, LONG, 128, torch.Generator().manual_seed(1))
+    layout, rows = decode_step(LONG, table, 0, "cuda")
+    want, _ = attention_forward(q, k, v, packed(LONG, "cuda"), 0.09)
+    x = q[rows].contiguous()
+    attention_forward(x, k_pages, v_pages, layout, 0.09)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = attention_forward(x, k_pages, v_pages, layout, 0.09)
+    for step in (0, 500, 1023, 1024, 2499):
+        now, rows = decode_step(LONG, table, step, "cuda")
+        layout.context_lens.copy_(now.context_lens)
+        x.copy_(q[rows])
+        graph.replay()
+        assert different(out[4], want[rows[4]]) == 0
