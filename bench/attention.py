@@ -59,20 +59,26 @@ def read_kernel(x_ptr, out_ptr, SIZE: tl.constexpr, STEPS: tl.constexpr):
     tl.store(out_ptr + tl.program_id(0), tl.sum(total))
 
 
-def microseconds(call: Callable[[], object], replays: int = 11, inner: int = 2) -> float:
+def microseconds(
+    call: Callable[[], object], replays: int = 11, inner: int = 2, capture: bool = True
+) -> float:
     """Median time of one call, from replays of a graph of `inner` calls."""
     call()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(inner):
-            call()
-    graph.replay()
+    if capture:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(inner):
+                call()
+        run = graph.replay
+    else:
+        run, inner = call, 1
+    run()
     times = []
     for _ in range(replays):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        graph.replay()
+        run()
         stop.record()
         stop.synchronize()
         times.append(start.elapsed_time(stop) * 1e3 / inner)
@@ -135,7 +141,8 @@ def cudnn_calls(q, k, v, dout, work: float) -> Iterator[tuple[str, Callable[[], 
     yield "cuDNN forward", lambda: forward(plain), work
     out = forward(leaves)
     grad = dout.transpose(0, 1)[None].contiguous()
-    yield "cuDNN backward", lambda: torch.autograd.grad(
+    # Autograd's backward runs on the stream of its forward, which a capture cannot follow.
+    yield "cuDNN backward, no graph", lambda: torch.autograd.grad(
         out, leaves, grad, retain_graph=True), 2.5 * work
 
 
@@ -169,7 +176,7 @@ def measure(only: str) -> Iterator[Row]:
         for case in PACKS:
             for operation, call, work in packed_calls(model, case):
                 if only in f"{operation} {model} {case}":
-                    time = microseconds(call, inner=1 if "cuDNN b" in operation else 2)
+                    time = microseconds(call, capture="no graph" not in operation)
                     rate = work / time / 1e6
                     yield Row(operation, model, case, time, rate, "TFLOP/s",
                               rate / top["cuBLAS BF16 TFLOP/s"], "cuBLAS BF16 TFLOP/s")

@@ -65,15 +65,18 @@ def test_layouts_agree_bit_for_bit_and_with_dense(H, G, D, fp8):
             assert torch.equal(got_lse[live], lse[rows])
 
 
-def test_the_plain_kernel_gives_the_same_bits_as_the_specialised_one():
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_plain_kernel_gives_the_same_bits_as_the_specialised_ones(fp8):
     for H, G, D in HEADS:
-        q, k, v, _, _ = problem(H, G, D, False, LONG)
+        q, k, v, named, _ = problem(H, G, D, fp8, LONG)
+        scales = tuple(named.get(name) for name in ("q_scale_TH", "k_scale", "v_scale"))
         layout = packed(LONG, "cuda")
-        out, lse = attention_forward(q, k, v, layout, D**-0.5)
-        plain, plain_lse = torch.empty_like(out), torch.empty_like(lse)
-        module._prefill(q, k, v, (None,) * 3, layout, D**-0.5, plain, plain_lse)
-        assert different(plain, out) == 0
-        assert torch.equal(plain_lse, lse)
+        out, lse = attention_forward(q, k, v, layout, D**-0.5, **named)
+        for launch in (module._prefill, module._stream):
+            other, other_lse = torch.empty_like(out), torch.empty_like(lse)
+            launch(q, k, v, scales, layout, D**-0.5, other, other_lse)
+            assert different(other, out) == 0
+            assert torch.equal(other_lse, lse)
 
 
 @pytest.mark.parametrize("fp8", [False, True])

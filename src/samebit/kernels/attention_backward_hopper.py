@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from samebit.kernels.attention_block import LOG2E
-from samebit.kernels.attention_hopper import ROWS, _gather
+from samebit.kernels.attention_feed import ROWS, gather
 
 QUERIES = gl.constexpr(64)
 """Query rows of a stage of the key-owning pass."""
@@ -270,10 +270,10 @@ def _dq_produce(
             tma.async_copy_global_to_shared(
                 v_desc, [row, kv_head * D], ready.index(stage), v_smem.index(stage))
         else:
-            _gather(k_ptr + kv_head * D, k_smem.index(stage), base, end, start, prefix_start,
-                    before, kv_row, D, KEYS)
-            _gather(v_ptr + kv_head * D, v_smem.index(stage), base, end, start, prefix_start,
-                    before, kv_row, D, KEYS)
+            gather(k_ptr + kv_head * D, k_smem.index(stage), base, end, start, prefix_start,
+                   before, k_ptr, 0, kv_row, D, KEYS, 1, False)
+            gather(v_ptr + kv_head * D, v_smem.index(stage), base, end, start, prefix_start,
+                   before, v_ptr, 0, kv_row, D, KEYS, 1, False)
             mbarrier.arrive(ready.index(stage), count=1)
 
 

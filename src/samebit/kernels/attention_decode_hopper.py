@@ -21,7 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from samebit.kernels.attention_block import LN2, PV_LIFT
-from samebit.kernels.attention_hopper import ROWS, _softmax
+from samebit.kernels.attention_feed import ROWS
+from samebit.kernels.attention_hopper import block_softmax
 
 LIVE = gl.constexpr(32)
 """Rows of the tile that carry query heads."""
@@ -79,7 +80,7 @@ def _block(
     s = _live(s, KB)
     if FP8:
         s = s * ks_smem.index(count % SCALED).load(COLUMN)[None, :]
-    p, m, den, alpha = _softmax(s, m, den, factor, position_R, block * KB, TAIL, L_LAYOUT, KB)
+    p, m, den, alpha = block_softmax(s, m, den, factor, position_R, block * KB, TAIL, L_LAYOUT, KB)
     if FP8:
         v_scale = vs_smem.index(count % SCALED).load(COLUMN) * PV_LIFT
         if TAIL:

@@ -17,7 +17,7 @@ from samebit.kernels.attention_backward_hopper import (
     attention_dkdv_hopper_kernel,
     attention_dq_hopper_kernel,
 )
-from samebit.kernels.attention_layout import PackedLayout
+from samebit.kernels.attention_layout import PackedLayout, on_card, rows_like
 
 
 def rows_descriptor(
@@ -54,7 +54,7 @@ def attention_backward(
             raise ValueError(f"{name} must be contiguous in the attention backward")
     T, H, D = q_THD.shape
     G = k_SGD.shape[1]
-    dq, dk, dv = torch.empty_like(q_THD), torch.empty_like(k_SGD), torch.empty_like(v_SGD)
+    dq, dk, dv = (rows_like(x, layout, x.dtype) for x in (q_THD, k_SGD, v_SGD))
     delta = torch.empty((H, T), dtype=torch.float32, device=q_THD.device)
     lse = torch.empty_like(delta)
     attention_delta_kernel[(triton.cdiv(T, 64), H)](
@@ -66,7 +66,7 @@ def attention_backward(
     key_grid = (layout.backward_items.shape[0] * G, triton.cdiv(layout.max_length, 128))
     query_grid = (layout.segments.shape[0] * H, triton.cdiv(layout.max_length, 128))
     heads = {"H": H, "G": G, "D": D}
-    if q_THD.is_cuda:
+    if on_card(q_THD):
         q_rows, do_rows, k_rows, v_rows = (
             rows_descriptor(x, 64) for x in (q_THD, dout_THD, k_SGD, v_SGD))
         attention_dkdv_hopper_kernel[key_grid](

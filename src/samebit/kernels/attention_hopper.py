@@ -7,7 +7,6 @@ differs: the scores of block i+1 run on the tensor cores while the softmax of bl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -15,13 +14,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from samebit.kernels.attention_block import LN2
-
-ROWS = gl.constexpr(64)
-"""Query rows of one consumer: a warp group's share of wgmma."""
+from samebit.kernels.attention_feed import ROWS, gather
 
 
 @gluon.jit
-def _softmax(s, m, den, factor, position_R, base, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
+def block_softmax(s, m, den, factor, position_R, base, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
              KB: gl.constexpr):
     """(probabilities, new maximum, new sum, factor of the old accumulator) of one block."""
     if MASKED:
@@ -38,11 +35,11 @@ def _softmax(s, m, den, factor, position_R, base, MASKED: gl.constexpr, LAYOUT: 
 
 
 @gluon.jit
-def _scores(block, q, k_smem, k_ready, KB: gl.constexpr, STAGES: gl.constexpr,
+def block_scores(step, q, k_smem, k_ready, KB: gl.constexpr, STAGES: gl.constexpr,
             LAYOUT: gl.constexpr):
-    """Q K^T of one block, in flight."""
-    stage = block % STAGES
-    mbarrier.wait(k_ready.index(stage), (block // STAGES) & 1)
+    """Q K^T of the step-th block, in flight."""
+    stage = step % STAGES
+    mbarrier.wait(k_ready.index(stage), (step // STAGES) & 1)
     zero = gl.zeros([ROWS, KB], gl.float32, LAYOUT)
     return warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
 
@@ -56,13 +53,13 @@ def _advance(
     """Blocks first..last-1, each overlapping the product of the block before with its softmax."""
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     for block in range(first, last):
-        s = _scores(block, q, k_smem, k_ready, KB, STAGES, S_LAYOUT)
+        s = block_scores(block, q, k_smem, k_ready, KB, STAGES, S_LAYOUT)
         stage = (block - 1) % STAGES
         mbarrier.wait(v_ready.index(stage), ((block - 1) // STAGES) & 1)
         acc = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))
         mbarrier.arrive(k_free.index(block % STAGES), count=1)
-        prob, m, den, alpha = _softmax(
+        prob, m, den, alpha = block_softmax(
             s, m, den, factor, position_R, block * KB, MASKED, S_LAYOUT, KB)
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
         mbarrier.arrive(v_free.index(stage), count=1)
@@ -99,10 +96,10 @@ def _consume(
         m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         den = gl.zeros([ROWS], gl.float32, ROW)
         acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
-        s = _scores(lo, q, k_smem, k_ready, KB, STAGES, S_LAYOUT)
+        s = block_scores(lo, q, k_smem, k_ready, KB, STAGES, S_LAYOUT)
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_free.index(lo % STAGES), count=1)
-        prob, m, den, _ = _softmax(s, m, den, factor, position_R, lo * KB, True, S_LAYOUT, KB)
+        prob, m, den, _ = block_softmax(s, m, den, factor, position_R, lo * KB, True, S_LAYOUT, KB)
         p = gl.convert_layout(prob.to(DTYPE), P_LAYOUT)
         p, acc, m, den = _advance(
             lo + 1, mid, q, p, acc, m, den, k_smem, v_smem, k_ready, v_ready, k_free, v_free,
@@ -148,23 +145,6 @@ def _consume(
 
 
 @gluon.jit
-def _gather(ptr, smem, base, end, start, prefix_start, prefix_length, row_stride,
-            D: gl.constexpr, KB: gl.constexpr):
-    """Key rows at positions base.. of a block that straddles the prompt's end or passes the end."""
-    CHUNK: gl.constexpr = 16
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
-    for chunk in gl.static_range(0, KB // CHUNK):
-        position = base + chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))
-        row = gl.where(position < prefix_length, prefix_start, start - prefix_length) + position
-        x = gl.load(ptr + row.to(gl.int64)[:, None] * row_stride + d[None, :],
-                    mask=(position < end)[:, None], other=0.0)
-        smem.slice(chunk * CHUNK, CHUNK, dim=0).store(x)
-    fence_async_shared()
-    gl.thread_barrier()
-
-
-@gluon.jit
 def _produce(
     q_desc, k_desc, v_desc, k_ptr, v_ptr, q_smem, k_smem, v_smem,
     q_ready, k_ready, v_ready, k_free, v_free,
@@ -189,8 +169,8 @@ def _produce(
             tma.async_copy_global_to_shared(
                 k_desc, [row, kv_head * D], k_ready.index(stage), k_smem.index(stage))
         else:
-            _gather(k_ptr + kv_head * D, k_smem.index(stage), base, end, start, prefix_start,
-                    before, k_row, D, KB)
+            gather(k_ptr + kv_head * D, k_smem.index(stage), base, end, start, prefix_start,
+                   before, k_ptr, 0, k_row, D, KB, 1, False)
             mbarrier.arrive(k_ready.index(stage), count=1)
         mbarrier.wait(v_free.index(stage), phase)
         if whole:
@@ -198,8 +178,8 @@ def _produce(
             tma.async_copy_global_to_shared(
                 v_desc, [row, kv_head * D], v_ready.index(stage), v_smem.index(stage))
         else:
-            _gather(v_ptr + kv_head * D, v_smem.index(stage), base, end, start, prefix_start,
-                    before, v_row, D, KB)
+            gather(v_ptr + kv_head * D, v_smem.index(stage), base, end, start, prefix_start,
+                   before, v_ptr, 0, v_row, D, KB, 1, False)
             mbarrier.arrive(v_ready.index(stage), count=1)
 
 
