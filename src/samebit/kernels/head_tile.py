@@ -49,11 +49,9 @@ def head_tile(T: int) -> HeadTile:
     """The tile for `T` tokens."""
     if T <= 32:
         return HeadTile(16 if T <= 16 else 32, True, 8, 4)
-    if T <= 64:
-        return HeadTile(64, False, 4, 4)
     if T <= 512:
-        return HeadTile(128, False, 4, 3)
-    return HeadTile(256, False, 8, 3)
+        return HeadTile(64, False, 4, 4)
+    return HeadTile(256, False, 8, 4)
 
 
 def descriptors(

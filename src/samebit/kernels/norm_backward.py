@@ -8,10 +8,10 @@ import triton.language as tl
 
 from samebit.formats import BLOCK
 from samebit.kernels.norm import row_rstd, row_sum, row_tile
-from samebit.kernels.quantize_common import NUMERIC_OPTIONS, round_to_bf16
+from samebit.kernels.quantize_common import NUMERIC_OPTIONS, fold_rows, round_to_bf16
 
-PROGRAMS = 528
-"""Row chunks at most (four a multiprocessor on an H200), fixed: the sum's order depends on it."""
+PROGRAMS = 1056
+"""Row chunks at most (eight a multiprocessor on an H200), fixed: the sum's order depends on it."""
 
 
 @triton.jit
@@ -55,26 +55,43 @@ def _rms_norm_backward_kernel(
 
 @triton.jit
 def _column_sum_kernel(
-    partial_ptr, out_ptr, programs, K, ACCUMULATE: tl.constexpr, WIDTH: tl.constexpr
+    partial_ptr,
+    out_ptr,
+    programs,
+    K,
+    ACCUMULATE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     k = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     inside = k < K
-    total = tl.zeros((WIDTH,), dtype=tl.float32)
-    for p in range(programs):
-        total += tl.load(partial_ptr + p * K + k, mask=inside, other=0.0)
+    total = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
+    for start in range(0, programs, ROWS):
+        p = start + tl.arange(0, ROWS)
+        mask = (p < programs)[:, None] & inside[None, :]
+        total += tl.load(partial_ptr + p[:, None] * K + k[None, :], mask=mask, other=0.0)
+    total = tl.reshape(fold_rows(total, 1), (WIDTH,))
     if ACCUMULATE:
         total += tl.load(out_ptr + k, mask=inside, other=0.0)
     tl.store(out_ptr + k, total, mask=inside)
 
 
 def column_sum(partial_PK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Sum over rows of FP32 [P, K] in row order; added to `out` [K] when given."""
+    """Sum over rows of FP32 [P, K], in an order fixed by P; added to `out` [K] when given."""
     P, K = partial_PK.shape
     accumulate = out is not None
     if out is None:
         out = torch.empty((K,), dtype=torch.float32, device=partial_PK.device)
     _column_sum_kernel[(triton.cdiv(K, 32),)](
-        partial_PK, out, P, K, ACCUMULATE=accumulate, WIDTH=32, num_warps=1, **NUMERIC_OPTIONS
+        partial_PK,
+        out,
+        P,
+        K,
+        ACCUMULATE=accumulate,
+        ROWS=32,
+        WIDTH=32,
+        num_warps=4,
+        **NUMERIC_OPTIONS,
     )
     return out
 
@@ -116,7 +133,7 @@ def rms_norm_backward(
         ADD=dsum_TK is not None,
         GROUPS=tile.groups,
         BLOCK=BLOCK,
-        num_warps=tile.num_warps,
+        num_warps=min(2 * tile.num_warps, 8),
         **NUMERIC_OPTIONS,
     )
     return dx, column_sum(partial, dweight_K)

@@ -15,14 +15,20 @@ import triton.language as tl
 
 from samebit.formats import BLOCK
 from samebit.kernels.quantize_common import (
+    E4M3_LARGEST,
     NUMERIC_OPTIONS,
     block_codes,
+    e4m3_code,
     empty_activation_scale,
     magnitude_bits,
     padded,
+    quotient,
+    scale_from_bits,
 )
 
-WARPS = 8
+ROWS = 32
+"""Tokens per step of a program; a 32-byte sector of the transposed codes."""
+WARPS = 4
 
 
 def token_group_table(segment_lengths: Sequence[int], device: torch.device | str) -> torch.Tensor:
@@ -36,6 +42,13 @@ def token_group_table(segment_lengths: Sequence[int], device: torch.device | str
         table += [(first + done, min(BLOCK, length - done)) for done in range(0, length, BLOCK)]
         first += length
     return torch.tensor(table, dtype=torch.int32).reshape(-1, 2).to(device)
+
+
+@triton.jit
+def _token_codes(x, scale, rows):
+    """Codes [features, tokens] under one scale per feature; tokens outside the group are zero."""
+    # A NaN scale would turn the zero padding into NaN codes.
+    return tl.where(rows[None, :], e4m3_code(quotient(x, scale[:, None])), 0)
 
 
 @triton.jit
@@ -53,35 +66,44 @@ def _quantize_gradient_kernel(
     transposed_stride,
     transposed_scale_stride,
     N,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     block_n = tl.program_id(0)
     group = tl.program_id(1)
     first = tl.load(groups_ptr + 2 * group)
     count = tl.load(groups_ptr + 2 * group + 1)
-    row = tl.arange(0, BLOCK)
-    t = (first + row).to(tl.int64)
     n = block_n * BLOCK + tl.arange(0, BLOCK)
-    rows = row < count
-    inside = rows[:, None] & (n < N)[None, :]
-    loaded = tl.load(x_ptr + t[:, None] * x_stride + n[None, :], mask=inside, other=0.0)
-    x = loaded.to(tl.float32)
-    codes, scale = block_codes(x, tl.max(magnitude_bits(x), axis=1, keep_dims=True))
-    tl.store(codes_ptr + t[:, None] * codes_stride + n[None, :], codes, mask=rows[:, None])
-    scale_row = tl.reshape(scale, (BLOCK,))
-    tl.store(scale_ptr + t * scale_stride_t + block_n * scale_stride_g, scale_row, mask=rows)
+    largest = tl.zeros((ROWS, BLOCK), dtype=tl.int32)
+    for start in range(0, BLOCK, ROWS):
+        row = start + tl.arange(0, ROWS)
+        rows = row < count
+        t = (first + row).to(tl.int64)
+        inside = rows[:, None] & (n < N)[None, :]
+        x = tl.load(x_ptr + t[:, None] * x_stride + n[None, :], mask=inside, other=0.0)
+        x = x.to(tl.float32)
+        bits = magnitude_bits(x)
+        largest = tl.maximum(largest, bits)
+        codes, scale = block_codes(x, tl.max(bits, axis=1, keep_dims=True))
+        tl.store(codes_ptr + t[:, None] * codes_stride + n[None, :], codes, mask=rows[:, None])
+        scale_row = tl.reshape(scale, (ROWS,))
+        tl.store(scale_ptr + t * scale_stride_t + block_n * scale_stride_g, scale_row, mask=rows)
 
-    # Transposed before the arithmetic: one thread then has many tokens of few features, so few
-    # scales to divide by.
-    x = tl.trans(loaded).to(tl.float32)
-    codes, scale = block_codes(x, tl.max(magnitude_bits(x), axis=1, keep_dims=True))
-    # A NaN scale would turn the zero padding into NaN codes.
-    codes = tl.where(rows[None, :], codes, 0)
-    column = (group * BLOCK + row).to(tl.int64)
-    address = transposed_ptr + n.to(tl.int64)[:, None] * transposed_stride + column[None, :]
-    tl.store(address, codes)
-    address = transposed_scale_ptr + group.to(tl.int64) * transposed_scale_stride + n
-    tl.store(address, tl.reshape(scale, (BLOCK,)), mask=n < N)
+    scale = scale_from_bits(tl.max(largest, axis=0), E4M3_LARGEST)
+    scales = transposed_scale_ptr + group.to(tl.int64) * transposed_scale_stride
+    tl.store(scales + n, scale, mask=n < N)
+    # The second read of the tile comes from cache. It is transposed before the arithmetic: one
+    # thread then has many tokens of few features, so few scales to invert.
+    target = (
+        transposed_ptr + n.to(tl.int64)[:, None] * transposed_stride + group.to(tl.int64) * BLOCK
+    )
+    for start in range(0, BLOCK, ROWS):
+        row = start + tl.arange(0, ROWS)
+        rows = row < count
+        t = (first + row).to(tl.int64)
+        inside = rows[:, None] & (n < N)[None, :]
+        x = tl.load(x_ptr + t[:, None] * x_stride + n[None, :], mask=inside, other=0.0)
+        tl.store(target + row[None, :], _token_codes(tl.trans(x).to(tl.float32), scale, rows))
 
 
 @triton.jit
@@ -97,28 +119,39 @@ def _requantize_tokens_kernel(
     transposed_stride,
     transposed_scale_stride,
     K,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     block_k = tl.program_id(0)
     group = tl.program_id(1)
     first = tl.load(groups_ptr + 2 * group)
     count = tl.load(groups_ptr + 2 * group + 1)
-    row = tl.arange(0, BLOCK)
-    t = (first + row).to(tl.int64)
     k = block_k * BLOCK + tl.arange(0, BLOCK)
-    rows = row < count
-    old = tl.load(codes_ptr + t[:, None] * codes_stride + k[None, :], mask=rows[:, None], other=0.0)
-    old_scale = tl.load(
-        scale_ptr + t * scale_stride_t + block_k * scale_stride_g, mask=rows, other=1.0
+    largest = tl.zeros((ROWS, BLOCK), dtype=tl.int32)
+    for start in range(0, BLOCK, ROWS):
+        row = start + tl.arange(0, ROWS)
+        t = (first + row).to(tl.int64)
+        rows = row < count
+        address = codes_ptr + t[:, None] * codes_stride + k[None, :]
+        codes = tl.load(address, mask=rows[:, None], other=0.0)
+        address = scale_ptr + t * scale_stride_t + block_k * scale_stride_g
+        x = codes.to(tl.float32) * tl.load(address, mask=rows, other=1.0)[:, None]
+        largest = tl.maximum(largest, magnitude_bits(x))
+    scale = scale_from_bits(tl.max(largest, axis=0), E4M3_LARGEST)
+    scales = transposed_scale_ptr + group.to(tl.int64) * transposed_scale_stride
+    tl.store(scales + k, scale, mask=k < K)
+    target = (
+        transposed_ptr + k.to(tl.int64)[:, None] * transposed_stride + group.to(tl.int64) * BLOCK
     )
-    x = tl.trans(old).to(tl.float32) * old_scale[None, :]
-    codes, scale = block_codes(x, tl.max(magnitude_bits(x), axis=1, keep_dims=True))
-    codes = tl.where(rows[None, :], codes, 0)
-    column = (group * BLOCK + row).to(tl.int64)
-    address = transposed_ptr + k.to(tl.int64)[:, None] * transposed_stride + column[None, :]
-    tl.store(address, codes)
-    address = transposed_scale_ptr + group.to(tl.int64) * transposed_scale_stride + k
-    tl.store(address, tl.reshape(scale, (BLOCK,)), mask=k < K)
+    for start in range(0, BLOCK, ROWS):
+        row = start + tl.arange(0, ROWS)
+        t = (first + row).to(tl.int64)
+        rows = row < count
+        address = codes_ptr + t[:, None] * codes_stride + k[None, :]
+        codes = tl.load(address, mask=rows[:, None], other=0.0)
+        address = scale_ptr + t * scale_stride_t + block_k * scale_stride_g
+        x = tl.trans(codes).to(tl.float32) * tl.load(address, mask=rows, other=1.0)[None, :]
+        tl.store(target + row[None, :], _token_codes(x, scale, rows))
 
 
 def quantize_gradient(
@@ -152,6 +185,7 @@ def quantize_gradient(
             transposed.stride(0),
             transposed_scale.stride(0),
             N,
+            ROWS=ROWS,
             BLOCK=BLOCK,
             num_warps=WARPS,
             **NUMERIC_OPTIONS,
@@ -184,6 +218,7 @@ def requantize_tokens(
             transposed.stride(0),
             transposed_scale.stride(0),
             K,
+            ROWS=ROWS,
             BLOCK=BLOCK,
             num_warps=WARPS,
             **NUMERIC_OPTIONS,

@@ -9,6 +9,10 @@ import triton.language as tl
 from samebit.formats import BLOCK
 from samebit.kernels.quantize_common import NUMERIC_OPTIONS, block_codes, magnitude_bits, padded
 
+WARPS = 8
+REGISTERS = 128
+"""Per thread, so that two programs fit on a multiprocessor."""
+
 
 @triton.jit
 def _quantize_weight_kernel(
@@ -36,8 +40,11 @@ def _quantize_weight_kernel(
     codes, scale = block_codes(w, bits)
     tl.store(codes_ptr + n[:, None] * codes_stride + k[None, :], codes)
     if TRANSPOSE:
+        # Not tl.trans(codes): ptxas 12.8 miscompiles e4m3 pairs that are both stored packed and
+        # taken apart byte by byte (it reads the stack pointer in place of some).
+        codes, _ = block_codes(tl.trans(w), bits)
         address = transposed_ptr + k.to(tl.int64)[:, None] * transposed_stride + n[None, :]
-        tl.store(address, tl.trans(codes))
+        tl.store(address, codes)
     tl.store(scale_ptr + block_n * scale_stride + block_k, tl.sum(scale))
 
 
@@ -83,7 +90,8 @@ def quantize_weight(
         K,
         TRANSPOSE=transpose,
         BLOCK=BLOCK,
-        num_warps=8,
+        num_warps=WARPS,
+        maxnreg=REGISTERS,
         **NUMERIC_OPTIONS,
     )
     return codes, scale

@@ -10,7 +10,7 @@ from samebit.kernels.norm_backward import column_sum
 from samebit.kernels.quantize_common import NUMERIC_OPTIONS, round_to_bf16
 from samebit.kernels.rope import head_rstd
 
-PROGRAMS = 528
+PROGRAMS = 2112
 """Token chunks at most; fixed, so that the gain gradient's sum order is."""
 
 
