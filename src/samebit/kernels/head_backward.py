@@ -36,25 +36,10 @@ CHUNK = 33 * VOCAB_TILE
 
 @triton.jit
 def _head_gradient_kernel(
-    hidden_desc,
-    weight_desc,
-    inverse_temperature_ptr,
-    target_ptr,
-    lse_ptr,
-    dlogp_ptr,
-    entropy_ptr,
-    dentropy_ptr,
-    out_ptr,
-    max_ptr,
-    sum_ptr,
-    moment_ptr,
-    target_logit_ptr,
-    out_stride,
-    row_offset,
-    T,
-    K,
-    vocab_size,
-    num_vocab_tiles,
+    hidden_desc, weight_desc, inverse_temperature_ptr, target_ptr,
+    lse_ptr, dlogp_ptr, entropy_ptr, dentropy_ptr, out_ptr,
+    max_ptr, sum_ptr, moment_ptr, target_logit_ptr,
+    out_stride, row_offset, T, K, vocab_size, num_vocab_tiles,
     ENTROPY: tl.constexpr,
     PARTS: tl.constexpr,
     MOMENT: tl.constexpr,
@@ -63,7 +48,7 @@ def _head_gradient_kernel(
     VOCAB: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TOKEN_GROUP: tl.constexpr,
-):
+):  # fmt: skip
     token_tile, vocab_tile = tile_place(tl.program_id(0), T, num_vocab_tiles, TOKENS, TOKEN_GROUP)
     first_token = token_tile * TOKENS
     first_id = vocab_tile * VOCAB

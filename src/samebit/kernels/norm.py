@@ -44,7 +44,8 @@ class RowTile:
 def row_tile(width: int) -> RowTile:
     """The tile for rows of `width`; `groups` decides the sum's tree and so the bits."""
     groups = triton.next_power_of_2(triton.cdiv(width, BLOCK))
-    return RowTile(groups, min(max(groups // 8, 1), 8))
+    # At most four warps: with more, the first folds of a row would cross warps.
+    return RowTile(groups, min(max(groups // 8, 1), 4))
 
 
 @triton.jit

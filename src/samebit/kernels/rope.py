@@ -97,31 +97,11 @@ def _rotate_heads(
 
 @triton.jit
 def _rope_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
-    slots_ptr,
-    q_out_ptr,
-    q_scale_ptr,
-    k_out_ptr,
-    k_scale_ptr,
-    v_out_ptr,
-    v_scale_ptr,
-    q_stride,
-    k_stride,
-    v_stride,
-    page_size,
-    page_stride,
-    slot_stride,
-    head_stride,
-    scale_page_stride,
-    scale_slot_stride,
-    scale_head_stride,
+    q_ptr, k_ptr, v_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr,
+    q_out_ptr, q_scale_ptr, k_out_ptr, k_scale_ptr, v_out_ptr, v_scale_ptr,
+    q_stride, k_stride, v_stride,
+    page_size, page_stride, slot_stride, head_stride,
+    scale_page_stride, scale_slot_stride, scale_head_stride,
     eps,
     HAS_SLOTS: tl.constexpr,
     NORM: tl.constexpr,
@@ -131,7 +111,7 @@ def _rope_kernel(
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
-):
+):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     position = tl.load(positions_ptr + t).to(tl.int64)
