@@ -39,9 +39,7 @@ def test_sampled_log_probs_equal_the_trained_ones(K, V, vocab):
     start = 0
     for count in [*rows, T - sum(rows)]:
         part = slice(start, start + count)
-        drawn[part], logp[part], _ = sample(
-            hidden[part], weight, inverse[part], keys[part], vocab
-        )
+        drawn[part], logp[part], _ = sample(hidden[part], weight, inverse[part], keys[part], vocab)
         start += count
     for tile in TILES:
         trained, _, _ = head_log_prob(hidden, weight, drawn, inverse, vocab, tile=tile)

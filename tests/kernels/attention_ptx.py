@@ -35,23 +35,55 @@ def build(kernel, fp8, options, **constants):
 
     names = kernel.arg_names
     signature = {name: kind_of(name) for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
-               if signature[name].startswith("*") or name in ("k_row", "v_row")}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name].startswith("*") or name in ("k_row", "v_row")
+    }
     source = GluonASTSource(
-        fn=kernel, signature=signature, attrs=aligned,
-        constexprs={(names.index(name),): value for name, value in constants.items()})
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32),
-                           options={"num_warps": 4, "enable_fp_fusion": False, **options})
+        fn=kernel,
+        signature=signature,
+        attrs=aligned,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+    )
+    built = triton.compile(
+        source,
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": 4, "enable_fp_fusion": False, **options},
+    )
     ptx = built.asm["ptx"]
     shapes = re.findall(r"wgmma.mma_async.sync.aligned.(m\d+n\d+k\d+)", ptx)
-    return {"wgmma": sorted(set(shapes)), "mma_sync": ptx.count("mma.sync"),
-            "shared": built.metadata.shared}
+    return {
+        "wgmma": sorted(set(shapes)),
+        "mma_sync": ptx.count("mma.sync"),
+        "shared": built.metadata.shared,
+    }
 
 
 sizes = {"H": 32, "G": 8, "D": 128, "KB": 128, "SPLIT_BLOCKS": 8}
-sys.stdout.write(json.dumps([
-    build(attention_hopper_kernel, False, {}, **sizes, STAGES=2, CONSUMER_REGS=232,
-          PRODUCER_REGS=40),
-    build(attention_decode_hopper_kernel, True, {"maxnreg": 128}, **sizes, SPLITS=4, PAGE=128,
-          SLOTS=4, FP8=True, FEEDER_REGS=88),
-]))
+sys.stdout.write(
+    json.dumps(
+        [
+            build(
+                attention_hopper_kernel,
+                False,
+                {},
+                **sizes,
+                STAGES=2,
+                CONSUMER_REGS=232,
+                PRODUCER_REGS=40,
+            ),
+            build(
+                attention_decode_hopper_kernel,
+                True,
+                {"maxnreg": 128},
+                **sizes,
+                SPLITS=4,
+                PAGE=128,
+                SLOTS=4,
+                FP8=True,
+                FEEDER_REGS=88,
+            ),
+        ]
+    )
+)

@@ -54,8 +54,9 @@ def paged(x, page, head_major=False):
     return to_pages(x, SEGMENTS, page, torch.Generator().manual_seed(1), head_major=head_major)
 
 
-@pytest.mark.parametrize(("H", "G", "D", "fp8", "page"),
-                         [(6, 2, 64, False, 16), (4, 1, 64, True, 64)])
+@pytest.mark.parametrize(
+    ("H", "G", "D", "fp8", "page"), [(6, 2, 64, False, 16), (4, 1, 64, True, 64)]
+)
 def test_layouts_agree_bit_for_bit_and_with_dense(H, G, D, fp8, page):
     q, k, v, scales, exact = problem(H, G, D, fp8)
     out, lse = forward(q, k, v, packed(SEGMENTS), D**-0.5, **scales)
@@ -104,7 +105,8 @@ def test_backward_equals_the_dense_gradient(samples_per_item):
     out.backward(dout.double())
     layout = packed(SEGMENTS, samples_per_item=samples_per_item)
     got = attention_backward(
-        q, k, v, out.detach().half(), lse.detach().float(), dout, layout, 0.125)
+        q, k, v, out.detach().half(), lse.detach().float(), dout, layout, 0.125
+    )
     for mine, leaf in zip(got, leaves, strict=True):
         assert (mine.double() - leaf.grad).norm() / leaf.grad.norm() < 1e-3
 
@@ -121,8 +123,13 @@ def test_backward_equals_the_dense_gradient(samples_per_item):
     ],
 )
 def test_undefined_inputs_are_refused(change, message):
-    call = {"q_THD": torch.zeros(T, 6, 64), "k": torch.zeros(T, 2, 64),
-            "v": torch.zeros(T, 2, 64), "layout": packed(SEGMENTS), "scale": 0.125}
+    call = {
+        "q_THD": torch.zeros(T, 6, 64),
+        "k": torch.zeros(T, 2, 64),
+        "v": torch.zeros(T, 2, 64),
+        "layout": packed(SEGMENTS),
+        "scale": 0.125,
+    }
     with pytest.raises(ValueError, match=message):
         attention_forward(**{**call, **change})
 
@@ -135,9 +142,10 @@ class Recorder:
 
     def __getitem__(self, grid):
         def launch(*arguments, num_warps, enable_fp_fusion=True, maxnreg=None, **constants):
-            assert self.names[len(arguments):] == [n for n in self.names if n in constants]
+            assert self.names[len(arguments) :] == [n for n in self.names if n in constants]
             assert set(constants) <= set(self.names)
             self.grid, self.constants = grid, constants
+
         return launch
 
 
@@ -161,14 +169,15 @@ def test_specialised_launches_name_every_parameter(recorders, fp8):
     q, k, v, scales, _ = problem(6, 2, 64, fp8)
     attention_forward(q, k, v, packed(SEGMENTS), 0.125, **scales)
     # Tiles of 128 tokens: 5 segments by 2 tiles, of which 6 hold tokens.
-    name, grid = (("attention_stream_kernel", (3,)) if fp8
-                  else ("attention_hopper_kernel", (30, 2)))
+    name, grid = ("attention_stream_kernel", (3,)) if fp8 else ("attention_hopper_kernel", (30, 2))
     assert recorders[name].grid == grid
     k_pages, table = paged(k, 64, head_major=True)
     v_pages, _ = paged(v, 64)
     cache = {name: paged(scales[name], 64)[0] for name in ("k_scale", "v_scale") if fp8}
-    for layout, rows in (chunk(SEGMENTS, table, 0, 130, DEVICE),
-                         decode_step(SEGMENTS, table, 129, DEVICE)):
+    for layout, rows in (
+        chunk(SEGMENTS, table, 0, 130, DEVICE),
+        decode_step(SEGMENTS, table, 129, DEVICE),
+    ):
         extra = {**cache, **({"q_scale_TH": scales["q_scale_TH"][rows]} if fp8 else {})}
         attention_forward(q[rows], k_pages, v_pages, layout, 0.125, **extra)
     assert recorders["attention_stream_kernel"].grid == (2 * 5 * 6,)

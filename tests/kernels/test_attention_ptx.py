@@ -15,8 +15,9 @@ SCRIPT = Path(__file__).with_name("attention_ptx.py")
 @pytest.mark.slow
 def test_forward_and_decode_compile_to_wide_wgmma_within_shared_memory():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, SCRIPT], text=True, capture_output=True, env=environment,
-                         check=True)
+    run = subprocess.run(
+        [sys.executable, SCRIPT], text=True, capture_output=True, env=environment, check=True
+    )
     forward, decode = json.loads(run.stdout.splitlines()[-1])
     assert forward["wgmma"] == ["m64n128k16"]
     assert decode["wgmma"] == ["m64n128k16", "m64n128k32"]

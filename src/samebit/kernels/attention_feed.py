@@ -18,8 +18,16 @@ the softmax that reads the scales runs at most one block behind them."""
 
 
 @gluon.jit
-def work_tile(turn, num_tiles, work, context_lens, query_starts, num_sequences, H: gl.constexpr,
-              PAGED: gl.constexpr):
+def work_tile(
+    turn,
+    num_tiles,
+    work,
+    context_lens,
+    query_starts,
+    num_sequences,
+    H: gl.constexpr,
+    PAGED: gl.constexpr,
+):
     """(row, rows, prefix row, keys before, first token, head, sequence) of the turn-th tile.
 
     Turns run to and fro over the programs, so that tiles sorted by work are shared out evenly.
@@ -38,8 +46,15 @@ def work_tile(turn, num_tiles, work, context_lens, query_starts, num_sequences, 
         before = gl.load(context_lens + sequence) - length
         return start, length, 0, before, token0, head, sequence
     record = work + unit * 8
-    return (gl.load(record), gl.load(record + 1), gl.load(record + 2), gl.load(record + 3),
-            gl.load(record + 4), head, 0)
+    return (
+        gl.load(record),
+        gl.load(record + 1),
+        gl.load(record + 2),
+        gl.load(record + 3),
+        gl.load(record + 4),
+        head,
+        0,
+    )
 
 
 @gluon.jit
@@ -53,8 +68,18 @@ def turns(num_tiles):
 
 
 @gluon.jit
-def _row_offset(position, base, start, prefix_start, before, table, page_stride, row_stride,
-                PAGE: gl.constexpr, PAGED: gl.constexpr):
+def _row_offset(
+    position,
+    base,
+    start,
+    prefix_start,
+    before,
+    table,
+    page_stride,
+    row_stride,
+    PAGE: gl.constexpr,
+    PAGED: gl.constexpr,
+):
     """Element offsets of the rows at `position`, all in the block (and page) that `base` opens."""
     if PAGED:
         page = gl.load(table + base // PAGE).to(gl.int64)
@@ -64,16 +89,31 @@ def _row_offset(position, base, start, prefix_start, before, table, page_stride,
 
 
 @gluon.jit
-def gather(ptr, smem, base, end, start, prefix_start, before, table, page_stride, row_stride,
-           D: gl.constexpr, KB: gl.constexpr, PAGE: gl.constexpr, PAGED: gl.constexpr):
+def gather(
+    ptr,
+    smem,
+    base,
+    end,
+    start,
+    prefix_start,
+    before,
+    table,
+    page_stride,
+    row_stride,
+    D: gl.constexpr,
+    KB: gl.constexpr,
+    PAGE: gl.constexpr,
+    PAGED: gl.constexpr,
+):
     """Rows of a block that straddles the prompt's end or passes the end (there: zeros)."""
     CHUNK: gl.constexpr = 16
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
     for chunk in gl.static_range(0, KB // CHUNK):
         position = base + chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))
-        row = _row_offset(position, base, start, prefix_start, before, table, page_stride,
-                          row_stride, PAGE, PAGED)
+        row = _row_offset(
+            position, base, start, prefix_start, before, table, page_stride, row_stride, PAGE, PAGED
+        )
         x = gl.load(ptr + row[:, None] + d[None, :], mask=(position < end)[:, None], other=0.0)
         smem.slice(chunk * CHUNK, CHUNK, dim=0).store(x)
     fence_async_shared()
@@ -81,8 +121,17 @@ def gather(ptr, smem, base, end, start, prefix_start, before, table, page_stride
 
 
 @gluon.jit
-def _convert(step, v8_smem, v8_ready, v_smem, v_ready, v_free, KB: gl.constexpr, D: gl.constexpr,
-             STAGES: gl.constexpr):
+def _convert(
+    step,
+    v8_smem,
+    v8_ready,
+    v_smem,
+    v_ready,
+    v_free,
+    KB: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     """Value codes of one block as FP16, into the consumers' stage."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     stage = step % STAGES
@@ -97,55 +146,156 @@ def _convert(step, v8_smem, v8_ready, v_smem, v_ready, v_free, KB: gl.constexpr,
 
 @gluon.jit
 def _fetch(
-    whole, desc, row, column, ptr, smem, ready, base, end, start, prefix_start, before, table,
-    page_stride, row_stride,
-    D: gl.constexpr, KB: gl.constexpr, PAGE: gl.constexpr, PAGED: gl.constexpr,
+    whole,
+    desc,
+    row,
+    column,
+    ptr,
+    smem,
+    ready,
+    base,
+    end,
+    start,
+    prefix_start,
+    before,
+    table,
+    page_stride,
+    row_stride,
+    D: gl.constexpr,
+    KB: gl.constexpr,
+    PAGE: gl.constexpr,
+    PAGED: gl.constexpr,
 ):
     """One block's keys or values: a bulk copy of whole blocks, a gather of others."""
     if whole:
         mbarrier.expect(ready, desc.block_type.nbytes)
         tma.async_copy_global_to_shared(desc, [row, column], ready, smem)
     else:
-        gather(ptr, smem, base, end, start, prefix_start, before, table, page_stride, row_stride,
-               D, KB, PAGE, PAGED)
+        gather(
+            ptr,
+            smem,
+            base,
+            end,
+            start,
+            prefix_start,
+            before,
+            table,
+            page_stride,
+            row_stride,
+            D,
+            KB,
+            PAGE,
+            PAGED,
+        )
         mbarrier.arrive(ready, count=1)
 
 
 @gluon.jit
 def _fetch_scales(
-    k_scale_ptr, v_scale_ptr, ks_smem, vs_smem, ready, base, end, start, prefix_start, before,
-    table, ks_page, ks_row, vs_page, vs_row,
-    KB: gl.constexpr, PAGE: gl.constexpr, PAGED: gl.constexpr,
+    k_scale_ptr,
+    v_scale_ptr,
+    ks_smem,
+    vs_smem,
+    ready,
+    base,
+    end,
+    start,
+    prefix_start,
+    before,
+    table,
+    ks_page,
+    ks_row,
+    vs_page,
+    vs_row,
+    KB: gl.constexpr,
+    PAGE: gl.constexpr,
+    PAGED: gl.constexpr,
 ):
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     position = base + gl.arange(0, KB, FLAT)
     inside = position < end
     async_copy.async_copy_global_to_shared(
-        ks_smem, k_scale_ptr + _row_offset(position, base, start, prefix_start, before, table,
-                                           ks_page, ks_row, PAGE, PAGED), mask=inside)
+        ks_smem,
+        k_scale_ptr
+        + _row_offset(
+            position, base, start, prefix_start, before, table, ks_page, ks_row, PAGE, PAGED
+        ),
+        mask=inside,
+    )
     async_copy.async_copy_global_to_shared(
-        vs_smem, v_scale_ptr + _row_offset(position, base, start, prefix_start, before, table,
-                                           vs_page, vs_row, PAGE, PAGED), mask=inside)
+        vs_smem,
+        v_scale_ptr
+        + _row_offset(
+            position, base, start, prefix_start, before, table, vs_page, vs_row, PAGE, PAGED
+        ),
+        mask=inside,
+    )
     async_copy.mbarrier_arrive(ready, increment_count=False)
 
 
 @gluon.jit
 def feed(
-    q_desc, k_desc, v_desc, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, work, block_table,
-    context_lens, query_starts, table_width, num_sequences, num_tiles,
-    q_smem, k_smem, v_smem, v8_smem, ks_smem, vs_smem,
-    q_ready, q_free, k_ready, v_ready, k_free, v_free, v8_ready, s_ready,
-    k_rows, k_head_rows, k_column, v_rows, v_head_rows, v_column,
-    k_page, k_row, k_head, v_page, v_row, v_head,
-    ks_page, ks_row, ks_head, vs_page, vs_row, vs_head,
-    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, KB: gl.constexpr, STAGES: gl.constexpr,
-    PAGE: gl.constexpr, PAGED: gl.constexpr, FP8: gl.constexpr,
+    q_desc,
+    k_desc,
+    v_desc,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    work,
+    block_table,
+    context_lens,
+    query_starts,
+    table_width,
+    num_sequences,
+    num_tiles,
+    q_smem,
+    k_smem,
+    v_smem,
+    v8_smem,
+    ks_smem,
+    vs_smem,
+    q_ready,
+    q_free,
+    k_ready,
+    v_ready,
+    k_free,
+    v_free,
+    v8_ready,
+    s_ready,
+    k_rows,
+    k_head_rows,
+    k_column,
+    v_rows,
+    v_head_rows,
+    v_column,
+    k_page,
+    k_row,
+    k_head,
+    v_page,
+    v_row,
+    v_head,
+    ks_page,
+    ks_row,
+    ks_head,
+    vs_page,
+    vs_row,
+    vs_head,
+    H: gl.constexpr,
+    G: gl.constexpr,
+    D: gl.constexpr,
+    KB: gl.constexpr,
+    STAGES: gl.constexpr,
+    PAGE: gl.constexpr,
+    PAGED: gl.constexpr,
+    FP8: gl.constexpr,
 ):
     """All tiles of this program: Q once a tile, then its blocks in order."""
     step = 0
     for turn in range(0, turns(num_tiles)):
         start, length, prefix_start, before, token0, head, sequence = work_tile(
-            turn, num_tiles, work, context_lens, query_starts, num_sequences, H, PAGED)
+            turn, num_tiles, work, context_lens, query_starts, num_sequences, H, PAGED
+        )
         end = before + length
         num_blocks = (gl.minimum(before + token0 + 2 * ROWS, end) - 1) // KB + 1
         if token0 >= length:
@@ -166,33 +316,87 @@ def feed(
                 row = page * k_rows + base % PAGE
                 v_base = page * v_rows + base % PAGE
             mbarrier.wait(k_free.index(stage), phase)
-            _fetch(whole, k_desc, row + kv_head * k_head_rows, kv_head * k_column,
-                   k_ptr + kv_head * k_head, k_smem.index(stage), k_ready.index(stage), base, end,
-                   start, prefix_start, before, table, k_page, k_row, D, KB, PAGE, PAGED)
+            _fetch(
+                whole,
+                k_desc,
+                row + kv_head * k_head_rows,
+                kv_head * k_column,
+                k_ptr + kv_head * k_head,
+                k_smem.index(stage),
+                k_ready.index(stage),
+                base,
+                end,
+                start,
+                prefix_start,
+                before,
+                table,
+                k_page,
+                k_row,
+                D,
+                KB,
+                PAGE,
+                PAGED,
+            )
             v_slot = v8_smem.index(stage)
             v_bar = v8_ready.index(stage)
             if FP8:
                 slot = step % SCALE_SLOTS
                 _fetch_scales(
-                    k_scale_ptr + kv_head * ks_head, v_scale_ptr + kv_head * vs_head,
-                    ks_smem.index(slot), vs_smem.index(slot), s_ready.index(slot), base, end,
-                    start, prefix_start, before, table, ks_page, ks_row, vs_page, vs_row,
-                    KB, PAGE, PAGED)
+                    k_scale_ptr + kv_head * ks_head,
+                    v_scale_ptr + kv_head * vs_head,
+                    ks_smem.index(slot),
+                    vs_smem.index(slot),
+                    s_ready.index(slot),
+                    base,
+                    end,
+                    start,
+                    prefix_start,
+                    before,
+                    table,
+                    ks_page,
+                    ks_row,
+                    vs_page,
+                    vs_row,
+                    KB,
+                    PAGE,
+                    PAGED,
+                )
             else:
                 v_slot = v_smem.index(stage)
                 v_bar = v_ready.index(stage)
                 mbarrier.wait(v_free.index(stage), phase)
-            _fetch(whole, v_desc, v_base + kv_head * v_head_rows, kv_head * v_column,
-                   v_ptr + kv_head * v_head, v_slot, v_bar, base, end, start, prefix_start,
-                   before, table, v_page, v_row, D, KB, PAGE, PAGED)
+            _fetch(
+                whole,
+                v_desc,
+                v_base + kv_head * v_head_rows,
+                kv_head * v_column,
+                v_ptr + kv_head * v_head,
+                v_slot,
+                v_bar,
+                base,
+                end,
+                start,
+                prefix_start,
+                before,
+                table,
+                v_page,
+                v_row,
+                D,
+                KB,
+                PAGE,
+                PAGED,
+            )
             if block == 0:
                 # After the first keys, which may come while the last tile still needs its Q.
                 mbarrier.wait(q_free, (turn & 1) ^ 1)
                 mbarrier.expect(q_ready, 2 * q_desc.block_type.nbytes)
                 for group in gl.static_range(2):
                     tma.async_copy_global_to_shared(
-                        q_desc, [start + token0 + group * ROWS, head * D], q_ready,
-                        q_smem.index(group))
+                        q_desc,
+                        [start + token0 + group * ROWS, head * D],
+                        q_ready,
+                        q_smem.index(group),
+                    )
             if FP8:
                 # One block late, so that the copies of this one are under way.
                 if step > 0:

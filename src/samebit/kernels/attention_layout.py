@@ -66,8 +66,10 @@ class PackedLayout:
         partial = 0
         for index, (_, length, _, _) in enumerate(rows):
             first, count = children.get(index, (0, 0))
-            chunks = [(first + c, min(samples_per_item, count - c))
-                      for c in range(0, count, samples_per_item)]
+            chunks = [
+                (first + c, min(samples_per_item, count - c))
+                for c in range(0, count, samples_per_item)
+            ]
             if not chunks:
                 items.append((index, index, 1, -1))
                 continue

@@ -17,8 +17,21 @@ from samebit.kernels.attention_hopper import block_scores, block_softmax
 
 @gluon.jit
 def _probabilities(
-    s, m, den, step, block, end, ks_smem, vs_smem, s_ready, factor, position_R,
-    MASKED: gl.constexpr, KB: gl.constexpr, LAYOUT: gl.constexpr, FP8: gl.constexpr,
+    s,
+    m,
+    den,
+    step,
+    block,
+    end,
+    ks_smem,
+    vs_smem,
+    s_ready,
+    factor,
+    position_R,
+    MASKED: gl.constexpr,
+    KB: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    FP8: gl.constexpr,
 ):
     """block_softmax with the scales of the keys before it and those of the values after it."""
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
@@ -37,10 +50,33 @@ def _probabilities(
 
 @gluon.jit
 def _advance(
-    first, last, step0, end, q, p, acc, m, den, k_smem, v_smem, ks_smem, vs_smem,
-    k_ready, v_ready, k_free, v_free, s_ready, factor, position_R,
-    MASKED: gl.constexpr, KB: gl.constexpr, STAGES: gl.constexpr, FP8: gl.constexpr,
-    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
+    first,
+    last,
+    step0,
+    end,
+    q,
+    p,
+    acc,
+    m,
+    den,
+    k_smem,
+    v_smem,
+    ks_smem,
+    vs_smem,
+    k_ready,
+    v_ready,
+    k_free,
+    v_free,
+    s_ready,
+    factor,
+    position_R,
+    MASKED: gl.constexpr,
+    KB: gl.constexpr,
+    STAGES: gl.constexpr,
+    FP8: gl.constexpr,
+    S_LAYOUT: gl.constexpr,
+    O_LAYOUT: gl.constexpr,
+    DTYPE: gl.constexpr,
 ):
     """Blocks first..last-1, each overlapping the product of the block before with its softmax."""
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
@@ -53,8 +89,22 @@ def _advance(
         s = warpgroup_mma_wait(1, deps=(s,))
         mbarrier.arrive(k_free.index(step % STAGES), count=1)
         prob, m, den, alpha = _probabilities(
-            s, m, den, step, block, end, ks_smem, vs_smem, s_ready, factor, position_R,
-            MASKED, KB, S_LAYOUT, FP8)
+            s,
+            m,
+            den,
+            step,
+            block,
+            end,
+            ks_smem,
+            vs_smem,
+            s_ready,
+            factor,
+            position_R,
+            MASKED,
+            KB,
+            S_LAYOUT,
+            FP8,
+        )
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
         mbarrier.arrive(v_free.index(stage), count=1)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
@@ -64,12 +114,36 @@ def _advance(
 
 @gluon.jit
 def _consume(
-    q_smem, k_smem, v_smem, total_smem, ks_smem, vs_smem,
-    q_ready, q_free, k_ready, v_ready, k_free, v_free, s_ready,
-    q_scale_ptr, out_ptr, lse_ptr, work, context_lens, query_starts, num_sequences, num_tiles,
+    q_smem,
+    k_smem,
+    v_smem,
+    total_smem,
+    ks_smem,
+    vs_smem,
+    q_ready,
+    q_free,
+    k_ready,
+    v_ready,
+    k_free,
+    v_free,
+    s_ready,
+    q_scale_ptr,
+    out_ptr,
+    lse_ptr,
+    work,
+    context_lens,
+    query_starts,
+    num_sequences,
+    num_tiles,
     scale_factor,
-    GROUP_INDEX: gl.constexpr, H: gl.constexpr, D: gl.constexpr, KB: gl.constexpr,
-    SPLIT_BLOCKS: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr, FP8: gl.constexpr,
+    GROUP_INDEX: gl.constexpr,
+    H: gl.constexpr,
+    D: gl.constexpr,
+    KB: gl.constexpr,
+    SPLIT_BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    PAGED: gl.constexpr,
+    FP8: gl.constexpr,
 ):
     """One warp group: 64 query rows of every tile against every block."""
     DTYPE: gl.constexpr = gl.float16 if FP8 else gl.bfloat16
@@ -83,12 +157,15 @@ def _consume(
     step0 = 0
     num_turns = turns(num_tiles)
     start, length, _prefix, before, token0, head, _sequence = work_tile(
-        0, num_tiles, work, context_lens, query_starts, num_sequences, H, PAGED)
+        0, num_tiles, work, context_lens, query_starts, num_sequences, H, PAGED
+    )
     for turn in range(0, num_turns):
         # The next tile's record travels while this tile is worked on.
         start_next, length_next, _prefix, before_next, token0_next, head_next, _sequence = (
-            work_tile(turn + 1, num_tiles, work, context_lens, query_starts, num_sequences, H,
-                      PAGED))
+            work_tile(
+                turn + 1, num_tiles, work, context_lens, query_starts, num_sequences, H, PAGED
+            )
+        )
         end = before + length
         num_blocks = (gl.minimum(before + token0 + 2 * ROWS, end) - 1) // KB + 1
         if token0 >= length:
@@ -117,17 +194,81 @@ def _consume(
             s = warpgroup_mma_wait(0, deps=(s,))
             mbarrier.arrive(k_free.index((step0 + lo) % STAGES), count=1)
             prob, m, den, _alpha = _probabilities(
-                s, m, den, step0 + lo, lo, end, ks_smem, vs_smem, s_ready, factor, position_R,
-                True, KB, S_LAYOUT, FP8)
+                s,
+                m,
+                den,
+                step0 + lo,
+                lo,
+                end,
+                ks_smem,
+                vs_smem,
+                s_ready,
+                factor,
+                position_R,
+                True,
+                KB,
+                S_LAYOUT,
+                FP8,
+            )
             p = gl.convert_layout(prob.to(DTYPE), P_LAYOUT)
             p, acc, m, den = _advance(
-                lo + 1, mid, step0, end, q, p, acc, m, den, k_smem, v_smem, ks_smem, vs_smem,
-                k_ready, v_ready, k_free, v_free, s_ready, factor, position_R,
-                False, KB, STAGES, FP8, S_LAYOUT, O_LAYOUT, DTYPE)
+                lo + 1,
+                mid,
+                step0,
+                end,
+                q,
+                p,
+                acc,
+                m,
+                den,
+                k_smem,
+                v_smem,
+                ks_smem,
+                vs_smem,
+                k_ready,
+                v_ready,
+                k_free,
+                v_free,
+                s_ready,
+                factor,
+                position_R,
+                False,
+                KB,
+                STAGES,
+                FP8,
+                S_LAYOUT,
+                O_LAYOUT,
+                DTYPE,
+            )
             p, acc, m, den = _advance(
-                mid, hi, step0, end, q, p, acc, m, den, k_smem, v_smem, ks_smem, vs_smem,
-                k_ready, v_ready, k_free, v_free, s_ready, factor, position_R,
-                True, KB, STAGES, FP8, S_LAYOUT, O_LAYOUT, DTYPE)
+                mid,
+                hi,
+                step0,
+                end,
+                q,
+                p,
+                acc,
+                m,
+                den,
+                k_smem,
+                v_smem,
+                ks_smem,
+                vs_smem,
+                k_ready,
+                v_ready,
+                k_free,
+                v_free,
+                s_ready,
+                factor,
+                position_R,
+                True,
+                KB,
+                STAGES,
+                FP8,
+                S_LAYOUT,
+                O_LAYOUT,
+                DTYPE,
+            )
             if split + 1 == num_splits:
                 mbarrier.arrive(q_free, count=1)
             step = step0 + hi - 1
@@ -147,8 +288,11 @@ def _consume(
                 earlier = total.load(O_LAYOUT)
                 old = gl.convert_layout(old, ROW_O)[:, None]
                 new = gl.convert_layout(new, ROW_O)[:, None]
-                acc = gl.where(gl.convert_layout(seen, ROW_O)[:, None],
-                               gl.fma(earlier, old, acc * new), earlier)
+                acc = gl.where(
+                    gl.convert_layout(seen, ROW_O)[:, None],
+                    gl.fma(earlier, old, acc * new),
+                    earlier,
+                )
             else:
                 m_total = m
                 l_total = den
@@ -170,20 +314,60 @@ def _consume(
 
 @gluon.jit
 def attention_stream_kernel(
-    q_desc, k_desc, v_desc, k_ptr, v_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, out_ptr, lse_ptr,
-    work, block_table, context_lens, query_starts, table_width, num_sequences, num_tiles, factor,
-    k_rows, k_head_rows, k_column, v_rows, v_head_rows, v_column,
-    k_page, k_row, k_head, v_page, v_row, v_head,
-    ks_page, ks_row, ks_head, vs_page, vs_row, vs_head,
-    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, KB: gl.constexpr,
-    SPLIT_BLOCKS: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, PAGED: gl.constexpr,
-    FP8: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    q_desc,
+    k_desc,
+    v_desc,
+    k_ptr,
+    v_ptr,
+    q_scale_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    out_ptr,
+    lse_ptr,
+    work,
+    block_table,
+    context_lens,
+    query_starts,
+    table_width,
+    num_sequences,
+    num_tiles,
+    factor,
+    k_rows,
+    k_head_rows,
+    k_column,
+    v_rows,
+    v_head_rows,
+    v_column,
+    k_page,
+    k_row,
+    k_head,
+    v_page,
+    v_row,
+    v_head,
+    ks_page,
+    ks_row,
+    ks_head,
+    vs_page,
+    vs_row,
+    vs_head,
+    H: gl.constexpr,
+    G: gl.constexpr,
+    D: gl.constexpr,
+    KB: gl.constexpr,
+    SPLIT_BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    PAGE: gl.constexpr,
+    PAGED: gl.constexpr,
+    FP8: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr,
+    PRODUCER_REGS: gl.constexpr,
 ):
     """Any grid of at most num_tiles programs; a tile is 128 tokens of one query head."""
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [2, ROWS, D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, KB, D], k_desc.layout)
     total_smem = gl.allocate_shared_memory(
-        gl.float32, [2, ROWS, D], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+        gl.float32, [2, ROWS, D], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    )
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ks_smem = gl.allocate_shared_memory(gl.float32, [SCALE_SLOTS, KB if FP8 else 1], FLAT)
@@ -213,21 +397,138 @@ def attention_stream_kernel(
     else:
         v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, KB, D], v_desc.layout)
         v8_smem = v_smem
-    gl.warp_specialize([
-        (_consume, (q_smem, k_smem, v_smem, total_smem, ks_smem, vs_smem, q_ready, q_free,
-                    k_ready, v_ready, k_free, v_free, s_ready, q_scale_ptr, out_ptr, lse_ptr,
-                    work, context_lens, query_starts, num_sequences, num_tiles, factor,
-                    0, H, D, KB, SPLIT_BLOCKS, STAGES, PAGED, FP8)),
-        (_consume, (q_smem, k_smem, v_smem, total_smem, ks_smem, vs_smem, q_ready, q_free,
-                    k_ready, v_ready, k_free, v_free, s_ready, q_scale_ptr, out_ptr, lse_ptr,
-                    work, context_lens, query_starts, num_sequences, num_tiles, factor,
-                    1, H, D, KB, SPLIT_BLOCKS, STAGES, PAGED, FP8)),
-        (feed, (q_desc, k_desc, v_desc, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, work, block_table,
-                context_lens, query_starts, table_width, num_sequences, num_tiles,
-                q_smem, k_smem, v_smem, v8_smem, ks_smem, vs_smem, q_ready, q_free, k_ready,
-                v_ready, k_free, v_free, v8_ready, s_ready,
-                k_rows, k_head_rows, k_column, v_rows, v_head_rows, v_column,
-                k_page, k_row, k_head, v_page, v_row, v_head,
-                ks_page, ks_row, ks_head, vs_page, vs_row, vs_head,
-                H, G, D, KB, STAGES, PAGE, PAGED, FP8)),
-    ], [4, 4], [CONSUMER_REGS, PRODUCER_REGS])
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    q_smem,
+                    k_smem,
+                    v_smem,
+                    total_smem,
+                    ks_smem,
+                    vs_smem,
+                    q_ready,
+                    q_free,
+                    k_ready,
+                    v_ready,
+                    k_free,
+                    v_free,
+                    s_ready,
+                    q_scale_ptr,
+                    out_ptr,
+                    lse_ptr,
+                    work,
+                    context_lens,
+                    query_starts,
+                    num_sequences,
+                    num_tiles,
+                    factor,
+                    0,
+                    H,
+                    D,
+                    KB,
+                    SPLIT_BLOCKS,
+                    STAGES,
+                    PAGED,
+                    FP8,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    q_smem,
+                    k_smem,
+                    v_smem,
+                    total_smem,
+                    ks_smem,
+                    vs_smem,
+                    q_ready,
+                    q_free,
+                    k_ready,
+                    v_ready,
+                    k_free,
+                    v_free,
+                    s_ready,
+                    q_scale_ptr,
+                    out_ptr,
+                    lse_ptr,
+                    work,
+                    context_lens,
+                    query_starts,
+                    num_sequences,
+                    num_tiles,
+                    factor,
+                    1,
+                    H,
+                    D,
+                    KB,
+                    SPLIT_BLOCKS,
+                    STAGES,
+                    PAGED,
+                    FP8,
+                ),
+            ),
+            (
+                feed,
+                (
+                    q_desc,
+                    k_desc,
+                    v_desc,
+                    k_ptr,
+                    v_ptr,
+                    k_scale_ptr,
+                    v_scale_ptr,
+                    work,
+                    block_table,
+                    context_lens,
+                    query_starts,
+                    table_width,
+                    num_sequences,
+                    num_tiles,
+                    q_smem,
+                    k_smem,
+                    v_smem,
+                    v8_smem,
+                    ks_smem,
+                    vs_smem,
+                    q_ready,
+                    q_free,
+                    k_ready,
+                    v_ready,
+                    k_free,
+                    v_free,
+                    v8_ready,
+                    s_ready,
+                    k_rows,
+                    k_head_rows,
+                    k_column,
+                    v_rows,
+                    v_head_rows,
+                    v_column,
+                    k_page,
+                    k_row,
+                    k_head,
+                    v_page,
+                    v_row,
+                    v_head,
+                    ks_page,
+                    ks_row,
+                    ks_head,
+                    vs_page,
+                    vs_row,
+                    vs_head,
+                    H,
+                    G,
+                    D,
+                    KB,
+                    STAGES,
+                    PAGE,
+                    PAGED,
+                    FP8,
+                ),
+            ),
+        ],
+        [4, 4],
+        [CONSUMER_REGS, PRODUCER_REGS],
+    )
