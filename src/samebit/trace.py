@@ -117,10 +117,7 @@ def rollout_side(
     """
     pages = [-(-len(ids) // PAGE_SIZE) for ids in sequences]
     table = _scattered_pages(pages)
-    config = model.config
-    cache = KVStore(
-        config.layers, sum(pages) * PAGE_SIZE, config.kv_heads, config.head_dim, model.device
-    )
+    cache = model.new_cache(sum(pages) * PAGE_SIZE)
     recorder, parts = Recorder(), {}
     longest = max(len(ids) for ids in sequences)
     for number, first in enumerate(range(0, longest, chunk)):

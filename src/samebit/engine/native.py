@@ -14,7 +14,7 @@ from samebit.engine.api import Progress
 from samebit.engine.cache import PAGE_SIZE, PagePool, PrefixCache
 from samebit.engine.requests import SampleState, new_states, to_groups, transform_of
 from samebit.engine.scheduler import Batch, Scheduler, SchedulerStats
-from samebit.layers.kv import KVStore, row_bytes
+from samebit.layers.kv import row_bytes
 from samebit.layout import PagedLayout
 from samebit.models.decoder import Decoder
 from samebit.models.tokenizer import Tokenizer
@@ -174,12 +174,9 @@ class Engine:
             )
         pages = self._num_pages(states, tokens)
         if self.pool is None or self.prefix is None or self.pool.num_pages < pages:
-            c = self.model.config
             self.pool = self.prefix = None  # give the old one back before taking the new
             rows = pages * self.page_size
-            precision = self.model.plan.recipe.rollout.attention.kv
-            store = KVStore(c.layers, rows, c.kv_heads, c.head_dim, self.model.device, precision)
-            self.pool = PagePool(store, pages, self.page_size)
+            self.pool = PagePool(self.model.new_cache(rows), pages, self.page_size)
             self.prefix = PrefixCache(self.pool)
         return self.pool, self.prefix
 

@@ -206,6 +206,11 @@ class Decoder(nn.Module):
             module.refresh()
         self.ops.refresh_weight(self.head_weight, self.head.detach())
 
+    def new_cache(self, num_rows: int) -> KVStore:
+        """An empty KV store of the precision the plan's rollout attends over."""
+        c, precision = self.config, self.plan.recipe.rollout.attention.kv
+        return KVStore(c.layers, num_rows, c.kv_heads, c.head_dim, self.device, precision)
+
     def forward(
         self,
         ids_T: torch.Tensor,

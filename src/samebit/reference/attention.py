@@ -112,7 +112,7 @@ def _attend(
         # storage past a sequence's end holds anything, NaN included: 0 * NaN must not reach P V
         for x in (v,) if v_scale is None else (v, v_scale):
             x.view(-1, x.shape[-1]).index_fill_(0, chunk.absent, 0.0)
-    if not isinstance(factor, float):
+    if not isinstance(factor, (int, float)):
         factor = factor.index_select(0, chunk.pair_tile)
     k, v, k_scale, v_scale = (chunk.of_pairs(x) for x in (k, v, k_scale, v_scale))
     scores = _batched(q.index_select(0, chunk.pair_tile), k.transpose(2, 3))[:, :, :rows]
