@@ -2,11 +2,13 @@
 
 FP8: products of e4m3 codes are multiples of 2^-18 below 2^18, so the FP64 sum of a promotion block is
 exact in any order; blocks are then folded in K order with one rounding each:
-acc = fma(dot, scale, acc). INT8: int32 sums are exact. BF16 and FP32 go through the library matmul at
+acc = fl(acc + fl(dot * scale)). INT8: int32 sums are exact. BF16 and FP32 go through the library matmul at
 row counts from a small fixed set, over which `samebit check` proves row-invariance on this machine.
 """
 
 from __future__ import annotations
+
+import threading
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +27,9 @@ ROW_STEP = 16
 """Library matmuls see row counts that are multiples of this, at least one step."""
 ROW_LIMIT = 512
 """... and at most this many rows a call: a finite set of shapes, all of them checkable."""
-_EXACT_ROWS = 128
-_EXACT_TILE = 1 << 16
-"""Rows and elements of FP64 work per pass: keeps a tile in cache. Changes no bit (exact sums)."""
+_EXACT_ROWS = 256
+_EXACT_COLUMNS = 4096
+"""Tile of FP64 work per pass. Changes no bit (block sums are exact)."""
 
 
 def matmul_rows(x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
@@ -87,34 +89,50 @@ def _fp8_block(lhs: Operand, weight: QuantizedWeight) -> torch.Tensor:
     sw_BN = weight.derived("column_scales", column_scales)
     x_TK, tokens, features = lhs.codes.float().double(), lhs.codes.shape[0], w_BKN.shape[2]
     out_TN = torch.empty(tokens, features, device=x_TK.device)
-    rows = min(tokens, _EXACT_ROWS)
-    columns = max(BLOCK, _EXACT_TILE // max(rows, 1) // BLOCK * BLOCK)
-    for t in range(0, tokens, rows):
-        for n in range(0, features, columns):
-            tile = slice(t, t + rows), slice(n, n + columns)
-            w, sw = w_BKN[:, :, tile[1]], sw_BN[:, tile[1]]
-            out_TN[tile] = _fold_blocks(x_TK[tile[0]], lhs.scale[tile[0]], w, sw)
+    for t in range(0, tokens, _EXACT_ROWS):
+        rows = slice(t, min(t + _EXACT_ROWS, tokens))
+        for n in range(0, features, _EXACT_COLUMNS):
+            columns = slice(n, min(n + _EXACT_COLUMNS, features))
+            w, sw = w_BKN[:, :, columns], sw_BN[:, columns]
+            _fold_blocks(x_TK[rows], lhs.scale[rows], w, sw, out_TN[rows, columns])
     return out_TN
 
 
 def _fold_blocks(
-    x_TK: torch.Tensor, sx_TB: torch.Tensor, w_BKN: torch.Tensor, sw_BN: torch.Tensor
-) -> torch.Tensor:
-    """FP32 [T, N] of one tile: acc = fma(fl(dot), fl(sx * sw), acc), block after block.
-
-    FP64 throughout; what is rounded to FP32 goes there and back. addcmul may or may not fuse: the
-    product of two FP32 values is exact in FP64, so both give the same bits.
-    """
-    shape = x_TK.shape[0], w_BKN.shape[2]
-    dot, acc = (torch.zeros(shape, dtype=torch.float64, device=x_TK.device) for _ in range(2))
-    single, scale = (torch.zeros(shape, device=x_TK.device) for _ in range(2))
+    x_TK: torch.Tensor,
+    sx_TB: torch.Tensor,
+    w_BKN: torch.Tensor,
+    sw_BN: torch.Tensor,
+    acc_TN: torch.Tensor,
+) -> None:
+    """acc = fl(acc + fl(fl(dot) * fl(sx * sw))) of one tile, block after block, from acc = 0."""
+    dot, single, scale = _workspace(*acc_TN.shape, acc_TN.device)
     for b in range(w_BKN.shape[0]):
         torch.mm(x_TK[:, b * BLOCK : (b + 1) * BLOCK], w_BKN[b], out=dot)
-        dot.copy_(single.copy_(dot))
         torch.mul(sx_TB[:, b, None], sw_BN[b], out=scale)
-        acc.addcmul_(dot, scale.double())
-        acc.copy_(single.copy_(acc))
-    return single
+        single.copy_(dot).mul_(scale)
+        if b:
+            acc_TN.add_(single)
+        else:
+            acc_TN.copy_(single)
+
+
+_BUFFERS = threading.local()
+
+
+def _workspace(
+    rows: int, columns: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(FP64, FP32, FP32) [rows, columns], reused: fresh megabytes cost a page fault each 4 KB."""
+    held: dict[torch.device, tuple[torch.Tensor, ...]] = vars(_BUFFERS).setdefault("held", {})
+    if device not in held:
+        size = _EXACT_ROWS * _EXACT_COLUMNS
+        held[device] = tuple(
+            torch.empty(size, dtype=dtype, device=device)
+            for dtype in (torch.float64, torch.float32, torch.float32)
+        )
+    dot, single, scale = (x[: rows * columns].view(rows, columns) for x in held[device])
+    return dot, single, scale
 
 
 def _fp8_row(lhs: Operand, weight: QuantizedWeight, promote: int) -> torch.Tensor:
