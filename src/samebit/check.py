@@ -229,7 +229,10 @@ def _attention_products() -> tuple[bool, str]:
             scores = torch.bmm(a[part].contiguous(), b[part].contiguous())
             out = torch.bmm(scores, b[part].transpose(1, 2).contiguous())
             if not (_same(scores, whole[part]) and _same(out, back[part])):
-                return False, f"{count} products of {ROWS} x {width} x {keys} differ from {counts[-1]}"
+                return (
+                    False,
+                    f"{count} products of {ROWS} x {width} x {keys} differ from {counts[-1]}",
+                )
     return True, f"batches of {counts[0]} to {counts[-1]} at head sizes 32, 64 and 128"
 
 

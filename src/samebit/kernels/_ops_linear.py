@@ -116,7 +116,9 @@ def _scaled(
     x, w = lhs.codes, weight.codes
     if spec.rhs.block == (BLOCK, BLOCK):
         if spec.promote != BLOCK:
-            raise ValueError(f"the Hopper FP8 block GEMM promotes every {BLOCK}, not {spec.promote}")
+            raise ValueError(
+                f"the Hopper FP8 block GEMM promotes every {BLOCK}, not {spec.promote}"
+            )
         return fp8_block_gemm(x, lhs.scale, w, weight.scale, n=n, bias_N=bias_N)
     x_scale_T, w_scale_N = lhs.scale[:, 0], weight.scale[:, 0]
     if spec.rhs.format == "int8":
@@ -139,9 +141,7 @@ def input_grad(dy_TN: torch.Tensor, weight: QuantizedWeight, backward: Backward)
         padded = dy_TN.new_zeros(dy_TN.shape[0], weight.codes.shape[0])
         dy_TN = padded.index_copy_(1, _logical_rows(weight), dy_TN)
     codes, scale = quantize_groups(dy_TN.contiguous())
-    return fp8_block_gemm(
-        codes, scale, _transposed(weight), weight.scale.t(), n=weight.features
-    )
+    return fp8_block_gemm(codes, scale, _transposed(weight), weight.scale.t(), n=weight.features)
 
 
 def _dequantised(weight: QuantizedWeight) -> torch.Tensor:
@@ -165,8 +165,6 @@ def weight_grad(
     if saved.scale is None:
         _, _, x_KT, x_scale_GK = quantize_gradient(saved.codes.contiguous(), token_groups)
     else:
-        x_KT, x_scale_GK = requantize_tokens(
-            saved.codes, saved.scale, token_groups, saved.features
-        )
+        x_KT, x_scale_GK = requantize_tokens(saved.codes, saved.scale, token_groups, saved.features)
     n, k = dy_TN.shape[1], saved.features
     return fp8_block_wgrad(dy_NT[:n], dy_scale_GN.t(), x_KT[:k], x_scale_GK.t())

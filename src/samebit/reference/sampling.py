@@ -124,9 +124,7 @@ def _key_columns(
     return both[:, :1], both[:, 1:]
 
 
-def noise_words(
-    keys: list[tuple[int, int]], vocabulary: int, device: torch.device
-) -> torch.Tensor:
+def noise_words(keys: list[tuple[int, int]], vocabulary: int, device: torch.device) -> torch.Tensor:
     """int32 [T, V]: the hash word of every (token, vocabulary id); equal on every backend."""
     low, high = _key_columns(keys, device)
     return _words(low, high, torch.arange(vocabulary, dtype=torch.int32, device=device)[None])
