@@ -59,20 +59,26 @@ def read_kernel(x_ptr, out_ptr, SIZE: tl.constexpr, STEPS: tl.constexpr):
     tl.store(out_ptr + tl.program_id(0), tl.sum(total))
 
 
-def microseconds(call: Callable[[], object], replays: int = 11, inner: int = 2) -> float:
+def microseconds(
+    call: Callable[[], object], replays: int = 11, inner: int = 2, capture: bool = True
+) -> float:
     """Median time of one call, from replays of a graph of `inner` calls."""
     call()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(inner):
-            call()
-    graph.replay()
+    if capture:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(inner):
+                call()
+        run = graph.replay
+    else:
+        run, inner = call, 1
+    run()
     times = []
     for _ in range(replays):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        graph.replay()
+        run()
         stop.record()
         stop.synchronize()
         times.append(start.elapsed_time(stop) * 1e3 / inner)
@@ -110,22 +116,31 @@ def packed_calls(model: str, case: str) -> Iterator[tuple[str, Callable[[], obje
     work = sum(4.0 * H * D * (n * p + n * (n + 1) / 2) for _, n, _, p in segments)
     q, k, v, dout = normal(T, H, D), normal(T, G, D), normal(T, G, D), normal(T, H, D)
     out, lse = attention_forward(q, k, v, layout, D**-0.5)
-    yield "forward", lambda: attention_forward(
-        q, k, v, layout, D**-0.5, out=out, lse=lse), work
-    yield "backward", lambda: attention_backward(
-        q, k, v, out, lse, dout, layout, D**-0.5), 2.5 * work
+    yield "forward", lambda: attention_forward(q, k, v, layout, D**-0.5, out=out, lse=lse), work
+    yield (
+        "backward",
+        lambda: attention_backward(q, k, v, out, lse, dout, layout, D**-0.5),
+        2.5 * work,
+    )
     if case == "1 x 8192":
         (q8, qs), (k8, ks), (v8, vs) = codes(q), codes(k), codes(v)
-        yield "forward FP8", lambda: attention_forward(
-            q8, k8, v8, layout, D**-0.5, q_scale_TH=qs, k_scale=ks, v_scale=vs), work
+        yield (
+            "forward FP8",
+            lambda: attention_forward(
+                q8, k8, v8, layout, D**-0.5, q_scale_TH=qs, k_scale=ks, v_scale=vs
+            ),
+            work,
+        )
         yield from cudnn_calls(q, k, v, dout, work)
 
 
 def cudnn_calls(q, k, v, dout, work: float) -> Iterator[tuple[str, Callable[[], object], float]]:
     """The same problem through cuDNN, keys and values repeated per query head beforehand."""
     group = q.shape[1] // k.shape[1]
-    leaves = [x.transpose(0, 1)[None].contiguous().requires_grad_()
-              for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))]
+    leaves = [
+        x.transpose(0, 1)[None].contiguous().requires_grad_()
+        for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
+    ]
     plain = [x.detach() for x in leaves]
 
     def forward(tensors):
@@ -135,8 +150,12 @@ def cudnn_calls(q, k, v, dout, work: float) -> Iterator[tuple[str, Callable[[], 
     yield "cuDNN forward", lambda: forward(plain), work
     out = forward(leaves)
     grad = dout.transpose(0, 1)[None].contiguous()
-    yield "cuDNN backward", lambda: torch.autograd.grad(
-        out, leaves, grad, retain_graph=True), 2.5 * work
+    # Autograd's backward runs on the stream of its forward, which a capture cannot follow.
+    yield (
+        "cuDNN backward, no graph",
+        lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True),
+        2.5 * work,
+    )
 
 
 def decode_call(model: str, B: int, context: int, fp8: bool) -> tuple[Callable, float]:
@@ -145,7 +164,8 @@ def decode_call(model: str, B: int, context: int, fp8: bool) -> tuple[Callable, 
     pages = B * context // 128
     table = torch.randperm(pages, device="cuda", dtype=torch.int32).reshape(B, -1)
     layout = PagedLayout(
-        table, torch.full((B,), context, dtype=torch.int32, device="cuda"), None, 1, context)
+        table, torch.full((B,), context, dtype=torch.int32, device="cuda"), None, 1, context
+    )
     q = normal(B, H, D)
     k, v = normal(pages, 128, G, D), normal(pages, 128, G, D)
     scales: dict[str, torch.Tensor] = {}
@@ -153,13 +173,17 @@ def decode_call(model: str, B: int, context: int, fp8: bool) -> tuple[Callable, 
         q, q_scale = codes(q)
         k, v = k.to(E4M3), v.to(E4M3)
         k_scale, v_scale = (torch.rand(pages, G, 128, device="cuda") + 0.5 for _ in range(2))
-        scales = {"q_scale_TH": q_scale, "k_scale": k_scale.transpose(1, 2),
-                  "v_scale": v_scale.transpose(1, 2)}
+        scales = {
+            "q_scale_TH": q_scale,
+            "k_scale": k_scale.transpose(1, 2),
+            "v_scale": v_scale.transpose(1, 2),
+        }
     out = torch.empty(B, H, D, device="cuda", dtype=BF16)
     lse = torch.empty(B, H, device="cuda")
     total = B * context * G * 2 * (D * k.element_size() + (4 if fp8 else 0))
-    return lambda: attention_forward(
-        q, k, v, layout, D**-0.5, out=out, lse=lse, **scales), float(total)
+    return lambda: attention_forward(q, k, v, layout, D**-0.5, out=out, lse=lse, **scales), float(
+        total
+    )
 
 
 def measure(only: str) -> Iterator[Row]:
@@ -169,10 +193,18 @@ def measure(only: str) -> Iterator[Row]:
         for case in PACKS:
             for operation, call, work in packed_calls(model, case):
                 if only in f"{operation} {model} {case}":
-                    time = microseconds(call, inner=1 if "cuDNN b" in operation else 2)
+                    time = microseconds(call, capture="no graph" not in operation)
                     rate = work / time / 1e6
-                    yield Row(operation, model, case, time, rate, "TFLOP/s",
-                              rate / top["cuBLAS BF16 TFLOP/s"], "cuBLAS BF16 TFLOP/s")
+                    yield Row(
+                        operation,
+                        model,
+                        case,
+                        time,
+                        rate,
+                        "TFLOP/s",
+                        rate / top["cuBLAS BF16 TFLOP/s"],
+                        "cuBLAS BF16 TFLOP/s",
+                    )
         for B, context in DECODES:
             for operation in ("decode BF16", "decode FP8"):
                 case = f"{B} x {context}"
@@ -180,8 +212,16 @@ def measure(only: str) -> Iterator[Row]:
                     call, total = decode_call(model, B, context, operation.endswith("FP8"))
                     time = microseconds(call, inner=4)
                     rate = total / time / 1e6
-                    yield Row(operation, model, case, time, rate, "TB/s",
-                              rate / top["read TB/s"], "read TB/s")
+                    yield Row(
+                        operation,
+                        model,
+                        case,
+                        time,
+                        rate,
+                        "TB/s",
+                        rate / top["read TB/s"],
+                        "read TB/s",
+                    )
                     del call
     for name, value in top.items():
         yield Row("ceiling", "", name, 0.0, value, name.split()[-1], 1.0, name)
@@ -195,10 +235,17 @@ def main() -> None:
     rows = []
     for row in measure(arguments.only):
         rows.append(row)
-        print(f"{row.operation:15s} {row.model:13s} {row.case:22s} {row.microseconds:9.1f} us "
-              f"{row.rate:8.2f} {row.unit:8s} {row.share:6.1%} of {row.ceiling}", flush=True)
-    record = {"card": torch.cuda.get_device_name(), "torch": torch.__version__,
-              "triton": triton.__version__, "rows": [asdict(row) for row in rows]}
+        print(
+            f"{row.operation:15s} {row.model:13s} {row.case:22s} {row.microseconds:9.1f} us "
+            f"{row.rate:8.2f} {row.unit:8s} {row.share:6.1%} of {row.ceiling}",
+            flush=True,
+        )
+    record = {
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "rows": [asdict(row) for row in rows],
+    }
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "attention.json").write_text(json.dumps(record, indent=1) + "\n")
 

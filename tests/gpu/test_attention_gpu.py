@@ -12,8 +12,14 @@ from tests.kernels.attention_oracle import chunk, decode_step, dense, packed, qu
 
 pytestmark = pytest.mark.gpu
 # A prompt of 1,500 with three samples, one of 2,500 (three splits), one of 130.
-LONG = [(0, 1500, 0, 0), (1500, 700, 0, 1500), (2200, 900, 0, 1500), (3100, 1, 0, 1500),
-        (3101, 2500, 0, 0), (5601, 130, 0, 0)]
+LONG = [
+    (0, 1500, 0, 0),
+    (1500, 700, 0, 1500),
+    (2200, 900, 0, 1500),
+    (3100, 1, 0, 1500),
+    (3101, 2500, 0, 0),
+    (5601, 130, 0, 0),
+]
 SHORT = [(0, 600, 0, 0), (600, 300, 0, 600), (900, 500, 0, 600), (1400, 333, 0, 0)]
 STEPS = (0, 1, 62, 127, 128, 400, 523, 524, 699, 899, 1023, 1024, 2047, 2048, 2499)
 HEADS = [(32, 8, 128), (8, 8, 128), (4, 2, 64), (9, 3, 64), (8, 1, 128), (6, 1, 64), (14, 2, 64)]
@@ -46,8 +52,10 @@ def test_layouts_agree_bit_for_bit_and_with_dense(H, G, D, fp8):
     assert (lse - want_lse).abs().max() < (2e-3 if fp8 else 3e-6)
     del want, want_lse
     for page, head_major in ((128, False), (32, True), (256, True)):
+
         def paged(x, head_major=head_major, page=page):
             return to_pages(x, LONG, page, torch.Generator().manual_seed(1), head_major=head_major)
+
         k_pages, table = paged(k)
         v_pages, _ = paged(v)
         cache = {name: paged(scales[name])[0] for name in ("k_scale", "v_scale") if fp8}
@@ -56,7 +64,8 @@ def test_layouts_agree_bit_for_bit_and_with_dense(H, G, D, fp8):
         for layout, rows in calls:
             extra = {**cache, **({"q_scale_TH": scales["q_scale_TH"][rows]} if fp8 else {})}
             got, got_lse = attention_forward(
-                q[rows].contiguous(), k_pages, v_pages, layout, D**-0.5, **extra)
+                q[rows].contiguous(), k_pages, v_pages, layout, D**-0.5, **extra
+            )
             live = torch.arange(len(rows), device="cuda")
             if layout.query_starts is None:
                 live = live[layout.context_lens > 0]
@@ -65,15 +74,18 @@ def test_layouts_agree_bit_for_bit_and_with_dense(H, G, D, fp8):
             assert torch.equal(got_lse[live], lse[rows])
 
 
-def test_the_plain_kernel_gives_the_same_bits_as_the_specialised_one():
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_plain_kernel_gives_the_same_bits_as_the_specialised_ones(fp8):
     for H, G, D in HEADS:
-        q, k, v, _, _ = problem(H, G, D, False, LONG)
+        q, k, v, named, _ = problem(H, G, D, fp8, LONG)
+        scales = tuple(named.get(name) for name in ("q_scale_TH", "k_scale", "v_scale"))
         layout = packed(LONG, "cuda")
-        out, lse = attention_forward(q, k, v, layout, D**-0.5)
-        plain, plain_lse = torch.empty_like(out), torch.empty_like(lse)
-        module._prefill(q, k, v, (None,) * 3, layout, D**-0.5, plain, plain_lse)
-        assert different(plain, out) == 0
-        assert torch.equal(plain_lse, lse)
+        out, lse = attention_forward(q, k, v, layout, D**-0.5, **named)
+        for launch in (module._prefill, module._stream):
+            other, other_lse = torch.empty_like(out), torch.empty_like(lse)
+            launch(q, k, v, scales, layout, D**-0.5, other, other_lse)
+            assert different(other, out) == 0
+            assert torch.equal(other_lse, lse)
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -85,13 +97,17 @@ def test_every_position_of_one_sequence(fp8):
 
     def paged(x):
         return to_pages(x, [(0, length, 0, 0)], 128, torch.Generator().manual_seed(3))
+
     k_pages, table = paged(k)
     cache = {name: paged(scales[name])[0] for name in ("k_scale", "v_scale") if fp8}
     extra = {**cache, **({"q_scale_TH": scales["q_scale_TH"]} if fp8 else {})}
     layout = PagedLayout(
         block_table=table.expand(length, -1).contiguous(),
         context_lens=torch.arange(1, length + 1, dtype=torch.int32, device="cuda"),
-        query_starts=None, max_query_length=1, max_context=length)
+        query_starts=None,
+        max_query_length=1,
+        max_context=length,
+    )
     got, got_lse = attention_forward(q, k_pages, paged(v)[0], layout, D**-0.5, **extra)
     assert different(got, out) == 0
     assert torch.equal(got_lse, lse)

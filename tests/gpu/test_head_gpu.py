@@ -39,9 +39,7 @@ def test_sampled_log_probs_equal_the_trained_ones(K, V, vocab):
     start = 0
     for count in [*rows, T - sum(rows)]:
         part = slice(start, start + count)
-        drawn[part], logp[part], _ = sample(
-            hidden[part], weight, inverse[part], keys[part], vocab
-        )
+        drawn[part], logp[part], _ = sample(hidden[part], weight, inverse[part], keys[part], vocab)
         start += count
     for tile in TILES:
         trained, _, _ = head_log_prob(hidden, weight, drawn, inverse, vocab, tile=tile)
@@ -93,8 +91,8 @@ def test_sampled_frequencies():
     hidden, weight = problem(1, 64, V)
     hidden = hidden.expand(T, 64).contiguous()
     inverse = inverse_temperature(1.5, T, "cuda")
-    zeros = torch.zeros(T, dtype=torch.int64, device="cuda")
-    ids, _, _ = sample(hidden, weight, inverse, torch.arange(T, device="cuda"), zeros, 3, V)
+    keys = noise_keys([(3, i, 0) for i in range(T)], "cuda")
+    ids, _, _ = sample(hidden, weight, inverse, keys, V)
     p = (hidden[:1].double() @ weight.double().t() / 1.5).softmax(-1)[0]
     counts = torch.bincount(ids, minlength=V).double()
     seen = p * T > 5

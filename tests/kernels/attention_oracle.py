@@ -25,13 +25,15 @@ def dense(q_THD, k_SGD, v_SGD, segments, scale):
     group = q_THD.shape[1] // k_SGD.shape[1]
     outs, lses = [], []
     for start, length, prefix_start, prefix_length in segments:
-        rows = torch.cat([
-            torch.arange(prefix_start, prefix_start + prefix_length),
-            torch.arange(start, start + length),
-        ]).to(q_THD.device)
+        rows = torch.cat(
+            [
+                torch.arange(prefix_start, prefix_start + prefix_length),
+                torch.arange(start, start + length),
+            ]
+        ).to(q_THD.device)
         k = k_SGD[rows].double().repeat_interleave(group, 1)
         v = v_SGD[rows].double().repeat_interleave(group, 1)
-        s = torch.einsum("thd,shd->hts", q_THD[start:start + length].double(), k) * scale
+        s = torch.einsum("thd,shd->hts", q_THD[start : start + length].double(), k) * scale
         position = prefix_length + torch.arange(length, device=s.device)
         keys = torch.arange(prefix_length + length, device=s.device)
         s = s.masked_fill(keys[None, None, :] > position[None, :, None], float("-inf"))
@@ -68,9 +70,9 @@ def to_pages(k_SGD, segments, page, generator, spare=3, head_major=False):
         for first in range(0, len(rows), page):
             number = int(order[used])
             used += 1
-            part = rows[first:first + page]
+            part = rows[first : first + page]
             table[index, first // page] = number
-            pages[number, :len(part)] = k_SGD[part]
+            pages[number, : len(part)] = k_SGD[part]
     return pages, table.to(k_SGD.device)
 
 

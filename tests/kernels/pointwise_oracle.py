@@ -114,4 +114,3 @@ def awkward(T, K, dtype=BF16, seed=0):
     for change, r in zip(special, row, strict=False):
         change(x[r])
     return x.to(dtype).to(DEVICE)
-

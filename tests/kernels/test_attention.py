@@ -19,6 +19,7 @@ from tests.kernels.attention_oracle import (
 )
 
 from samebit.kernels import attention as module  # isort: skip
+from samebit.kernels import attention_gradient as gradient  # isort: skip
 from samebit.kernels.attention import attention_backward, attention_forward  # isort: skip
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu holds these on a card")
@@ -53,8 +54,9 @@ def paged(x, page, head_major=False):
     return to_pages(x, SEGMENTS, page, torch.Generator().manual_seed(1), head_major=head_major)
 
 
-@pytest.mark.parametrize(("H", "G", "D", "fp8", "page"),
-                         [(6, 2, 64, False, 16), (4, 1, 64, True, 64)])
+@pytest.mark.parametrize(
+    ("H", "G", "D", "fp8", "page"), [(6, 2, 64, False, 16), (4, 1, 64, True, 64)]
+)
 def test_layouts_agree_bit_for_bit_and_with_dense(H, G, D, fp8, page):
     q, k, v, scales, exact = problem(H, G, D, fp8)
     out, lse = forward(q, k, v, packed(SEGMENTS), D**-0.5, **scales)
@@ -103,7 +105,8 @@ def test_backward_equals_the_dense_gradient(samples_per_item):
     out.backward(dout.double())
     layout = packed(SEGMENTS, samples_per_item=samples_per_item)
     got = attention_backward(
-        q, k, v, out.detach().half(), lse.detach().float(), dout, layout, 0.125)
+        q, k, v, out.detach().half(), lse.detach().float(), dout, layout, 0.125
+    )
     for mine, leaf in zip(got, leaves, strict=True):
         assert (mine.double() - leaf.grad).norm() / leaf.grad.norm() < 1e-3
 
@@ -120,10 +123,85 @@ def test_backward_equals_the_dense_gradient(samples_per_item):
     ],
 )
 def test_undefined_inputs_are_refused(change, message):
-    call = {"q_THD": torch.zeros(T, 6, 64), "k": torch.zeros(T, 2, 64),
-            "v": torch.zeros(T, 2, 64), "layout": packed(SEGMENTS), "scale": 0.125}
+    call = {
+        "q_THD": torch.zeros(T, 6, 64),
+        "k": torch.zeros(T, 2, 64),
+        "v": torch.zeros(T, 2, 64),
+        "layout": packed(SEGMENTS),
+        "scale": 0.125,
+    }
     with pytest.raises(ValueError, match=message):
         attention_forward(**{**call, **change})
+
+
+class Recorder:
+    """Stands for a kernel: checks that a launch names every parameter once, and keeps its grid."""
+
+    def __init__(self, kernel):
+        self.names, self.grid, self.constants = kernel.arg_names, None, {}
+
+    def __getitem__(self, grid):
+        def launch(*arguments, num_warps, enable_fp_fusion=True, maxnreg=None, **constants):
+            assert self.names[len(arguments) :] == [n for n in self.names if n in constants]
+            assert set(constants) <= set(self.names)
+            self.grid, self.constants = grid, constants
+
+        return launch
+
+
+@pytest.fixture
+def recorders(monkeypatch):
+    """Every specialised kernel replaced by a Recorder, and the card taken for granted."""
+    made = {}
+    for where in (module, gradient):
+        monkeypatch.setattr(where, "on_card", lambda _: True)
+        for name, value in vars(where).items():
+            if name.startswith("attention_") and name.endswith("_kernel"):
+                made[name] = Recorder(value)
+                monkeypatch.setattr(where, name, made[name])
+    card = type("Card", (), {"multi_processor_count": 3})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    return made
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_specialised_launches_name_every_parameter(recorders, fp8):
+    q, k, v, scales, _ = problem(6, 2, 64, fp8)
+    attention_forward(q, k, v, packed(SEGMENTS), 0.125, **scales)
+    # Tiles of 128 tokens: 5 segments by 2 tiles, of which 6 hold tokens.
+    name, grid = ("attention_stream_kernel", (3,)) if fp8 else ("attention_hopper_kernel", (30, 2))
+    assert recorders[name].grid == grid
+    k_pages, table = paged(k, 64, head_major=True)
+    v_pages, _ = paged(v, 64)
+    cache = {name: paged(scales[name], 64)[0] for name in ("k_scale", "v_scale") if fp8}
+    for layout, rows in (
+        chunk(SEGMENTS, table, 0, 130, DEVICE),
+        decode_step(SEGMENTS, table, 129, DEVICE),
+    ):
+        extra = {**cache, **({"q_scale_TH": scales["q_scale_TH"][rows]} if fp8 else {})}
+        attention_forward(q[rows], k_pages, v_pages, layout, 0.125, **extra)
+    assert recorders["attention_stream_kernel"].grid == (2 * 5 * 6,)
+    assert recorders["attention_decode_hopper_kernel"].grid == (5 * 2, 2)
+    assert recorders["attention_fold_kernel"].constants["FINISHED"] == 1
+    assert recorders["attention_decode_kernel"].grid is None
+
+
+def test_backward_launches_name_every_parameter(recorders):
+    q, k, v, _, _ = problem(6, 2, 64, False)
+    lse = torch.zeros(T, 6)
+    attention_backward(q, k, v, q, lse, q, packed(SEGMENTS), 0.125)
+    assert recorders["attention_dkdv_hopper_kernel"].grid == (8 * 2, 2)
+    assert recorders["attention_dq_hopper_kernel"].grid == (5 * 6, 2)
+    assert recorders["attention_reduce_kernel"].grid == (1, 130)
+
+
+def test_page_rows_of_both_storage_orders():
+    slots_first = torch.empty(7, 128, 4, 64, dtype=torch.bfloat16)
+    assert module.page_rows(slots_first) == ((7 * 128, 256, 256), (128, 0, 64))
+    heads_first = torch.empty(7, 4, 128, 64, dtype=torch.bfloat16).transpose(1, 2)
+    assert module.page_rows(heads_first) == ((7 * 4 * 128, 64, 64), (512, 128, 0))
+    odd = torch.empty(7, 128 * 256 + 8, dtype=torch.bfloat16)[:, : 128 * 256].view(7, 128, 4, 64)
+    assert module.page_rows(odd) is None
 
 
 def test_page_size_must_fit_the_key_block():

@@ -178,9 +178,7 @@ class Engine:
             self.pool = self.prefix = None  # give the old one back before taking the new
             rows = pages * self.page_size
             precision = self.model.plan.recipe.rollout.attention.kv
-            store = KVStore(
-                c.layers, rows, c.kv_heads, c.head_dim, self.model.device, precision
-            )
+            store = KVStore(c.layers, rows, c.kv_heads, c.head_dim, self.model.device, precision)
             self.pool = PagePool(store, pages, self.page_size)
             self.prefix = PrefixCache(self.pool)
         return self.pool, self.prefix

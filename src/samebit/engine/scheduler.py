@@ -163,7 +163,8 @@ class Scheduler:
         for slot, row in batch.last_rows:
             slot.hidden = hidden_TK[row : row + 1]
             if not slot.state.ids:
-                self.prefix.insert_prompt(slot.target, slot.pages, slot.hidden.clone())
+                hidden = hidden_TK[row : row + 1].clone()
+                self.prefix.insert_prompt(slot.target, slot.pages, hidden)
         self._admit(None, 0)
 
     def drawing(self) -> list[Slot]:

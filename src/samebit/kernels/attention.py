@@ -15,11 +15,15 @@ from samebit.kernels.attention_hopper import attention_hopper_kernel
 from samebit.kernels.attention_layout import (
     KEY_BLOCK,
     SPLIT_KEYS,
+    TILE_TOKENS,
     Layout,
     PackedLayout,
     PagedLayout,
+    on_card,
+    rows_like,
 )
 from samebit.kernels.attention_prefill import attention_prefill_kernel
+from samebit.kernels.attention_stream import attention_stream_kernel
 
 LOG2E = 1.4426950408889634
 MAX_GROUP = 64
@@ -43,17 +47,20 @@ def attention_forward(
     q_THD: bf16, contiguous. k, v: bf16 [S, G, D] with a PackedLayout, [pages, page size, G, D]
     with a PagedLayout, any strides with D contiguous. FP8: all three e4m3 codes, with fp32 scales
     per row and head: q_scale_TH [T, H], k_scale and v_scale shaped as k, v without D.
+    Fastest cache: pages of 128, stored [pages, G, 128, D] and passed transposed, scales likewise.
     """
     _check(q_THD, k, v, layout, (q_scale_TH, k_scale, v_scale))
     if out is None:
-        out = torch.empty(q_THD.shape, dtype=torch.bfloat16, device=q_THD.device)
+        out = rows_like(q_THD, layout, torch.bfloat16)
     if lse is None:
-        lse = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device)
+        lse = rows_like(q_THD[..., 0], layout, torch.float32)
     scales = (q_scale_TH, k_scale, v_scale)
     if isinstance(layout, PagedLayout) and layout.query_starts is None:
         _decode(q_THD, k, v, scales, layout, scale, out, lse)
-    elif isinstance(layout, PackedLayout) and q_THD.is_cuda and k_scale is None:
+    elif on_card(q_THD) and isinstance(layout, PackedLayout) and k_scale is None:
         _packed(q_THD, k, v, layout, scale, out, lse)
+    elif on_card(q_THD) and (isinstance(layout, PackedLayout) or _pages_fit(k, v)):
+        _stream(q_THD, k, v, scales, layout, scale, out, lse)
     else:
         _prefill(q_THD, k, v, scales, layout, scale, out, lse)
     return out, lse
@@ -78,6 +85,8 @@ def _check(q, k, v, layout: Layout, scales: tuple) -> None:
         raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; they must agree")
     if any((s is not None) != fp8 for s in scales):
         raise ValueError(f"{k.dtype} keys: pass q_scale_TH, k_scale and v_scale exactly with e4m3")
+    if isinstance(layout, PackedLayout) and (k.stride(1) != D or v.stride(1) != D):
+        raise ValueError("k_SGD and v_SGD must have their heads side by side (stride D)")
     if isinstance(layout, PagedLayout):
         page = k.shape[1]
         if page % KEY_BLOCK and KEY_BLOCK % page:
@@ -121,22 +130,118 @@ def _prefill(q, k, v, scales, layout: Layout, scale: float, out, lse) -> None:
         count, longest, keys = segments.shape[0], layout.max_length, layout.max_keys
     grid = (count * G, triton.cdiv(longest, tokens))
     attention_prefill_kernel[grid](
-        q, k, v, *_pointers(scales, lse), out, lse, segments, table, context, starts, width,
-        scale * LOG2E, *_strides(k, v, k_scale, v_scale),
-        H=H, G=G, D=D, KB=KEY_BLOCK, SPLIT_BLOCKS=SPLIT_KEYS // KEY_BLOCK, PAGE=page, PAGED=paged,
-        FP8=fp8, ONE_SPLIT=keys <= SPLIT_KEYS, ROWS=rows, STAGES=2,
-        num_warps=rows // 16, enable_fp_fusion=False,
+        q,
+        k,
+        v,
+        *_pointers(scales, lse),
+        out,
+        lse,
+        segments,
+        table,
+        context,
+        starts,
+        width,
+        scale * LOG2E,
+        *_strides(k, v, k_scale, v_scale),
+        H=H,
+        G=G,
+        D=D,
+        KB=KEY_BLOCK,
+        SPLIT_BLOCKS=SPLIT_KEYS // KEY_BLOCK,
+        PAGE=page,
+        PAGED=paged,
+        FP8=fp8,
+        ONE_SPLIT=keys <= SPLIT_KEYS,
+        ROWS=rows,
+        STAGES=2,
+        num_warps=rows // 16,
+        enable_fp_fusion=False,
     )
 
 
 def _packed(q, k, v, layout: PackedLayout, scale: float, out, lse) -> None:
+    """BF16 segments. On short segments this beats the streaming kernel, which knows them too."""
     H, D = q.shape[1:]
     G = k.shape[1]
-    attention_hopper_kernel[(layout.segments.shape[0] * H, triton.cdiv(layout.max_length, 128))](
-        rows_descriptor(q, 64), rows_descriptor(k, KEY_BLOCK), rows_descriptor(v, KEY_BLOCK),
-        k, v, out, lse, layout.segments, scale * LOG2E, k.stride(0), v.stride(0),
-        H=H, G=G, D=D, KB=KEY_BLOCK, SPLIT_BLOCKS=SPLIT_KEYS // KEY_BLOCK, STAGES=2,
-        CONSUMER_REGS=232, PRODUCER_REGS=40, num_warps=4, enable_fp_fusion=False,
+    grid = (layout.segments.shape[0] * H, triton.cdiv(layout.max_length, TILE_TOKENS))
+    attention_hopper_kernel[grid](
+        rows_descriptor(q, 64),
+        rows_descriptor(k, KEY_BLOCK),
+        rows_descriptor(v, KEY_BLOCK),
+        k,
+        v,
+        out,
+        lse,
+        layout.segments,
+        scale * LOG2E,
+        k.stride(0),
+        v.stride(0),
+        H=H,
+        G=G,
+        D=D,
+        KB=KEY_BLOCK,
+        SPLIT_BLOCKS=SPLIT_KEYS // KEY_BLOCK,
+        STAGES=2,
+        CONSUMER_REGS=232,
+        PRODUCER_REGS=40,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+
+
+def _stream(q, k, v, scales, layout: Layout, scale: float, out, lse) -> None:
+    """Paged chunks and FP8 segments. The paged form needs pages of whole key blocks."""
+    H, D = q.shape[1:]
+    G = k.shape[-2]
+    fp8 = scales[0] is not None
+    if isinstance(layout, PagedLayout):
+        k_rows, v_rows = page_rows(k), page_rows(v)
+        assert k_rows is not None and v_rows is not None and layout.query_starts is not None
+        k_view, v_view, row_units = k_rows[0], v_rows[0], (*k_rows[1], *v_rows[1])
+        B = layout.block_table.shape[0]
+        num_tiles = triton.cdiv(layout.max_query_length, TILE_TOKENS) * B * H
+        programs = num_tiles
+        tables = (
+            layout.block_table,
+            layout.block_table,
+            layout.context_lens,
+            layout.query_starts,
+            layout.block_table.stride(0),
+            B,
+        )
+    else:
+        k_view = v_view = None
+        row_units = (0, 0, D) * 2
+        num_tiles = layout.forward_tiles.shape[0] * H
+        programs = min(num_tiles, torch.cuda.get_device_properties(q.device).multi_processor_count)
+        tables = (layout.forward_tiles,) * 4 + (0, 1)
+    attention_stream_kernel[(programs,)](
+        rows_descriptor(q, 64),
+        rows_descriptor(k, KEY_BLOCK, k_view),
+        rows_descriptor(v, KEY_BLOCK, v_view),
+        k,
+        v,
+        *_pointers(scales, lse),
+        out,
+        lse,
+        *tables,
+        num_tiles,
+        scale * LOG2E,
+        *row_units,
+        *_strides(k, v, *scales[1:]),
+        H=H,
+        G=G,
+        D=D,
+        KB=KEY_BLOCK,
+        SPLIT_BLOCKS=SPLIT_KEYS // KEY_BLOCK,
+        STAGES=2,
+        PAGE=k.shape[1] if isinstance(layout, PagedLayout) else KEY_BLOCK,
+        PAGED=isinstance(layout, PagedLayout),
+        FP8=fp8,
+        CONSUMER_REGS=224 if fp8 else 232,
+        PRODUCER_REGS=56 if fp8 else 40,
+        num_warps=4,
+        enable_fp_fusion=False,
     )
 
 
@@ -155,13 +260,18 @@ def page_rows(cache: torch.Tensor) -> tuple[tuple[int, int, int], tuple[int, int
     return (rows, columns, row), (page_stride // row, head_rows, head_columns)
 
 
+def _pages_fit(k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether bulk copies can fetch a key block from this cache."""
+    return k.shape[1] % KEY_BLOCK == 0 and page_rows(k) is not None and page_rows(v) is not None
+
+
 def splits_per_program(programs: int, splits: int) -> int:
     """Splits that one decode program walks: more amortise its start, fewer fill the card.
 
     A scheduling choice only: every split's partial result and their fold are the same.
     """
-    for count in (4, 2):
-        if programs * triton.cdiv(splits, count) >= 1024:
+    for count, enough in ((4, 1024), (2, 256)):
+        if programs * triton.cdiv(splits, count) >= enough:
             return count
     return 1
 
@@ -176,30 +286,76 @@ def _decode(q, k, v, scales, layout: PagedLayout, scale: float, out, lse) -> Non
     part_m = torch.empty(shape, dtype=torch.float32, device=q.device)
     part_l = torch.empty_like(part_m)
     part_acc = torch.empty((*shape, D), dtype=torch.float32, device=q.device)
-    constants = {"H": H, "D": D, "KB": KEY_BLOCK, "SPLIT_BLOCKS": SPLIT_KEYS // KEY_BLOCK,
-                 "FP8": fp8, "enable_fp_fusion": False}
-    pointers = (*_pointers(scales, lse), out, lse, part_acc, part_m, part_l, layout.block_table,
-                layout.context_lens, layout.block_table.stride(0), scale * LOG2E)
+    constants = {
+        "H": H,
+        "D": D,
+        "KB": KEY_BLOCK,
+        "SPLIT_BLOCKS": SPLIT_KEYS // KEY_BLOCK,
+        "FP8": fp8,
+        "enable_fp_fusion": False,
+    }
+    pointers = (
+        *_pointers(scales, lse),
+        out,
+        lse,
+        part_acc,
+        part_m,
+        part_l,
+        layout.block_table,
+        layout.context_lens,
+        layout.block_table.stride(0),
+        scale * LOG2E,
+    )
     strides = _strides(k, v, k_scale, v_scale)
-    k_rows, v_rows = page_rows(k), page_rows(v)
     finished = 1
-    if q.is_cuda and k.shape[1] % KEY_BLOCK == 0 and k_rows and v_rows and H // G <= 32:
+    if on_card(q) and _pages_fit(k, v) and H // G <= 32:
+        k_rows, v_rows = page_rows(k), page_rows(v)
+        assert k_rows is not None and v_rows is not None
         finished = splits_per_program(B * G, splits)
         attention_decode_hopper_kernel[(B * G, triton.cdiv(splits, finished))](
-            rows_descriptor(k, KEY_BLOCK, k_rows[0]), rows_descriptor(v, KEY_BLOCK, v_rows[0]),
-            q, *pointers, splits, *k_rows[1], *v_rows[1], *strides[6:],
-            G=G, PAGE=k.shape[1], SPLITS=finished, SLOTS=_decode_slots(D, fp8),
-            FEEDER_REGS=88 if fp8 else 24, maxnreg=128, num_warps=4, **constants,
+            rows_descriptor(k, KEY_BLOCK, k_rows[0]),
+            rows_descriptor(v, KEY_BLOCK, v_rows[0]),
+            q,
+            *pointers,
+            splits,
+            *k_rows[1],
+            *v_rows[1],
+            *strides[6:],
+            G=G,
+            PAGE=k.shape[1],
+            SPLITS=finished,
+            SLOTS=_decode_slots(D, fp8),
+            FEEDER_REGS=88 if fp8 else 24,
+            maxnreg=128,
+            num_warps=4,
+            **constants,
         )
     else:
         attention_decode_kernel[(B * G, splits)](
-            q, k, v, *pointers, *strides,
-            G=G, PAGE=k.shape[1], ROWS=64, STAGES=2, num_warps=4, **constants,
+            q,
+            k,
+            v,
+            *pointers,
+            *strides,
+            G=G,
+            PAGE=k.shape[1],
+            ROWS=64,
+            STAGES=2,
+            num_warps=4,
+            **constants,
         )
     if splits > finished:
         attention_fold_kernel[(B, H)](
-            part_acc, part_m, part_l, out, lse, layout.context_lens, splits,
-            FINISHED=finished, num_warps=1, **constants,
+            part_acc,
+            part_m,
+            part_l,
+            out,
+            lse,
+            layout.context_lens,
+            splits,
+            FINISHED=finished,
+            num_warps=1,
+            **constants,
         )
 
 

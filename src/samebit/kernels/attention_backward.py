@@ -12,8 +12,16 @@ from samebit.kernels.attention_block import LOG2E
 
 @triton.jit
 def attention_delta_kernel(
-    out_ptr, dout_ptr, lse_ptr, lse_out_ptr, delta_out_ptr, num_tokens, scale,
-    H: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr,
+    out_ptr,
+    dout_ptr,
+    lse_ptr,
+    lse_out_ptr,
+    delta_out_ptr,
+    num_tokens,
+    scale,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
     """Grid (token tiles, H): -lse / scale and -sum over D of out * dout, both fp32 [H, T].
 
@@ -34,9 +42,25 @@ def attention_delta_kernel(
 
 @triton.jit
 def attention_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dk_part_ptr, dv_part_ptr,
-    segments, items, row_width, scale,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    lse_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    dk_part_ptr,
+    dv_part_ptr,
+    segments,
+    items,
+    row_width,
+    scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    KEYS: tl.constexpr,
+    QUERIES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Grid (items x G, key tiles): one item's share of dK and dV of KEYS rows of one head.
@@ -79,8 +103,9 @@ def attention_dkdv_kernel(
             inside_M = query_M < q_length
             row = (q_start + query_M).to(tl.int64) * H + head * GROUP + step // tiles
             q = tl.load(q_ptr + row[:, None] * D + d[None, :], mask=inside_M[:, None], other=0.0)
-            do = tl.load(dout_ptr + row[:, None] * D + d[None, :],
-                         mask=inside_M[:, None], other=0.0)
+            do = tl.load(
+                dout_ptr + row[:, None] * D + d[None, :], mask=inside_M[:, None], other=0.0
+            )
             column = (head * GROUP + step // tiles).to(tl.int64) * row_width + q_start + query_M
             # An infinite log-sum-exp makes the probabilities of absent rows zero.
             lse = tl.load(lse_ptr + column, mask=inside_M, other=float("-inf"))
@@ -103,8 +128,16 @@ def attention_dkdv_kernel(
 
 
 @triton.jit
-def attention_reduce_kernel(dk_part_ptr, dv_part_ptr, dk_ptr, dv_ptr, segments, reduce_items,
-                            GD: tl.constexpr, COLUMNS: tl.constexpr):
+def attention_reduce_kernel(
+    dk_part_ptr,
+    dv_part_ptr,
+    dk_ptr,
+    dv_ptr,
+    segments,
+    reduce_items,
+    GD: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Grid (prompts, rows): partial dK and dV of a prompt's samples added in sample order."""
     item = reduce_items + tl.program_id(0) * 3
     segment = tl.load(item)
@@ -130,8 +163,21 @@ def attention_reduce_kernel(dk_part_ptr, dv_part_ptr, dk_ptr, dv_ptr, segments, 
 
 @triton.jit
 def attention_dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, segments, row_width, scale,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    lse_ptr,
+    delta_ptr,
+    dq_ptr,
+    segments,
+    row_width,
+    scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Grid (segments x H, query tiles): dQ of QUERIES tokens of one head."""
@@ -172,5 +218,8 @@ def attention_dq_kernel(
         ds = p * (dp + delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq)
     dq = dq * scale
-    tl.store(dq_ptr + row[:, None] * D + d[None, :], dq.to(dq_ptr.dtype.element_ty),
-             mask=inside_M[:, None])
+    tl.store(
+        dq_ptr + row[:, None] * D + d[None, :],
+        dq.to(dq_ptr.dtype.element_ty),
+        mask=inside_M[:, None],
+    )

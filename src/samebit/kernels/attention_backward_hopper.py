@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from samebit.kernels.attention_block import LOG2E
-from samebit.kernels.attention_hopper import ROWS, _gather
+from samebit.kernels.attention_feed import ROWS, gather
 
 QUERIES = gl.constexpr(64)
 """Query rows of a stage of the key-owning pass."""
@@ -29,16 +29,42 @@ def _start(x, zero):
     Copies that the compiler would sink between two wgmma in flight make it wait for the first.
     """
     return gl.inline_asm_elementwise(
-        "mov.f32 $0, $1;", "=f,f", [x + zero], dtype=gl.float32, is_pure=False, pack=1)
+        "mov.f32 $0, $1;", "=f,f", [x + zero], dtype=gl.float32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
 def _dkdv_consume(
-    k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, kv_ready, ready, s_ready, free,
-    dk_ptr, dv_ptr, dk_part_ptr, dv_part_ptr, segments, key_segment, first, count, partial,
-    start, length, key0, head, scale,
-    GROUP_INDEX: gl.constexpr, GROUP: gl.constexpr, G: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, DTYPE: gl.constexpr,
+    k_smem,
+    v_smem,
+    q_smem,
+    do_smem,
+    lse_smem,
+    delta_smem,
+    kv_ready,
+    ready,
+    s_ready,
+    free,
+    dk_ptr,
+    dv_ptr,
+    dk_part_ptr,
+    dv_part_ptr,
+    segments,
+    key_segment,
+    first,
+    count,
+    partial,
+    start,
+    length,
+    key0,
+    head,
+    scale,
+    GROUP_INDEX: gl.constexpr,
+    GROUP: gl.constexpr,
+    G: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    DTYPE: gl.constexpr,
 ):
     """One warp group: 64 key rows against every query that sees them."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
@@ -103,18 +129,39 @@ def _dkdv_consume(
 
 @gluon.jit
 def _dkdv_produce(
-    q_desc, do_desc, k_desc, v_desc, lse_ptr, delta_ptr, row_width,
-    k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, kv_ready, ready, s_ready, free,
-    segments, key_segment, first, count, start, key0, head,
-    GROUP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    q_desc,
+    do_desc,
+    k_desc,
+    v_desc,
+    lse_ptr,
+    delta_ptr,
+    row_width,
+    k_smem,
+    v_smem,
+    q_smem,
+    do_smem,
+    lse_smem,
+    delta_smem,
+    kv_ready,
+    ready,
+    s_ready,
+    free,
+    segments,
+    key_segment,
+    first,
+    count,
+    start,
+    key0,
+    head,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     mbarrier.expect(kv_ready, 4 * k_desc.block_type.nbytes)
     for group in gl.static_range(2):
         row = start + key0 + group * ROWS
-        tma.async_copy_global_to_shared(
-            k_desc, [row, head * D], kv_ready, k_smem.index(group))
-        tma.async_copy_global_to_shared(
-            v_desc, [row, head * D], kv_ready, v_smem.index(group))
+        tma.async_copy_global_to_shared(k_desc, [row, head * D], kv_ready, k_smem.index(group))
+        tma.async_copy_global_to_shared(v_desc, [row, head * D], kv_ready, v_smem.index(group))
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     step = 0
     for segment in range(first, first + count):
@@ -129,25 +176,45 @@ def _dkdv_produce(
             mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
             mbarrier.expect(ready.index(stage), 2 * q_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(
-                q_desc, [q_start + query0, q_head * D], ready.index(stage), q_smem.index(stage))
+                q_desc, [q_start + query0, q_head * D], ready.index(stage), q_smem.index(stage)
+            )
             tma.async_copy_global_to_shared(
-                do_desc, [q_start + query0, q_head * D], ready.index(stage), do_smem.index(stage))
+                do_desc, [q_start + query0, q_head * D], ready.index(stage), do_smem.index(stage)
+            )
             column = q_start + query0 + gl.arange(0, QUERIES, FLAT)
             offset = q_head.to(gl.int64) * row_width + column
             async_copy.async_copy_global_to_shared(
-                lse_smem.index(stage), lse_ptr + offset, mask=column < row_width)
+                lse_smem.index(stage), lse_ptr + offset, mask=column < row_width
+            )
             async_copy.async_copy_global_to_shared(
-                delta_smem.index(stage), delta_ptr + offset, mask=column < row_width)
+                delta_smem.index(stage), delta_ptr + offset, mask=column < row_width
+            )
             async_copy.mbarrier_arrive(s_ready.index(stage), increment_count=False)
             step += 1
 
 
 @gluon.jit
 def attention_dkdv_hopper_kernel(
-    q_desc, do_desc, k_desc, v_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dk_part_ptr, dv_part_ptr,
-    segments, items, row_width, scale,
-    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    q_desc,
+    do_desc,
+    k_desc,
+    v_desc,
+    lse_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    dk_part_ptr,
+    dv_part_ptr,
+    segments,
+    items,
+    row_width,
+    scale,
+    H: gl.constexpr,
+    G: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr,
+    PRODUCER_REGS: gl.constexpr,
 ):
     """Grid (items x G, tiles of 128 keys). lse (-lse / scale) and delta (negated): fp32
     [H, row_width]."""
@@ -180,28 +247,142 @@ def attention_dkdv_hopper_kernel(
             mbarrier.init(ready.index(stage), count=1)
             mbarrier.init(s_ready.index(stage), count=32)
             mbarrier.init(free.index(stage), count=2)
-        gl.warp_specialize([
-            (_dkdv_consume, (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, kv_ready,
-                             ready, s_ready, free, dk_ptr, dv_ptr, dk_part_ptr, dv_part_ptr,
-                             segments, key_segment, first, count, partial, start, length, key0,
-                             head, scale, 0, GROUP, G, D, STAGES, DTYPE)),
-            (_dkdv_consume, (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, kv_ready,
-                             ready, s_ready, free, dk_ptr, dv_ptr, dk_part_ptr, dv_part_ptr,
-                             segments, key_segment, first, count, partial, start, length, key0,
-                             head, scale, 1, GROUP, G, D, STAGES, DTYPE)),
-            (_dkdv_produce, (q_desc, do_desc, k_desc, v_desc, lse_ptr, delta_ptr, row_width,
-                             k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, kv_ready,
-                             ready, s_ready, free, segments, key_segment, first, count, start,
-                             key0, head, GROUP, D, STAGES)),
-        ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])
+        gl.warp_specialize(
+            [
+                (
+                    _dkdv_consume,
+                    (
+                        k_smem,
+                        v_smem,
+                        q_smem,
+                        do_smem,
+                        lse_smem,
+                        delta_smem,
+                        kv_ready,
+                        ready,
+                        s_ready,
+                        free,
+                        dk_ptr,
+                        dv_ptr,
+                        dk_part_ptr,
+                        dv_part_ptr,
+                        segments,
+                        key_segment,
+                        first,
+                        count,
+                        partial,
+                        start,
+                        length,
+                        key0,
+                        head,
+                        scale,
+                        0,
+                        GROUP,
+                        G,
+                        D,
+                        STAGES,
+                        DTYPE,
+                    ),
+                ),
+                (
+                    _dkdv_consume,
+                    (
+                        k_smem,
+                        v_smem,
+                        q_smem,
+                        do_smem,
+                        lse_smem,
+                        delta_smem,
+                        kv_ready,
+                        ready,
+                        s_ready,
+                        free,
+                        dk_ptr,
+                        dv_ptr,
+                        dk_part_ptr,
+                        dv_part_ptr,
+                        segments,
+                        key_segment,
+                        first,
+                        count,
+                        partial,
+                        start,
+                        length,
+                        key0,
+                        head,
+                        scale,
+                        1,
+                        GROUP,
+                        G,
+                        D,
+                        STAGES,
+                        DTYPE,
+                    ),
+                ),
+                (
+                    _dkdv_produce,
+                    (
+                        q_desc,
+                        do_desc,
+                        k_desc,
+                        v_desc,
+                        lse_ptr,
+                        delta_ptr,
+                        row_width,
+                        k_smem,
+                        v_smem,
+                        q_smem,
+                        do_smem,
+                        lse_smem,
+                        delta_smem,
+                        kv_ready,
+                        ready,
+                        s_ready,
+                        free,
+                        segments,
+                        key_segment,
+                        first,
+                        count,
+                        start,
+                        key0,
+                        head,
+                        GROUP,
+                        D,
+                        STAGES,
+                    ),
+                ),
+            ],
+            [4, 1],
+            [CONSUMER_REGS, PRODUCER_REGS],
+        )
 
 
 @gluon.jit
 def _dq_consume(
-    q_smem, do_smem, k_smem, v_smem, q_ready, ready, free, lse_ptr, delta_ptr, row_width, dq_ptr,
-    start, length, before, token0, head, scale, num_blocks,
-    GROUP_INDEX: gl.constexpr, H: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr,
-    STAGES: gl.constexpr, DTYPE: gl.constexpr,
+    q_smem,
+    do_smem,
+    k_smem,
+    v_smem,
+    q_ready,
+    ready,
+    free,
+    lse_ptr,
+    delta_ptr,
+    row_width,
+    dq_ptr,
+    start,
+    length,
+    before,
+    token0,
+    head,
+    scale,
+    num_blocks,
+    GROUP_INDEX: gl.constexpr,
+    H: gl.constexpr,
+    D: gl.constexpr,
+    KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
+    DTYPE: gl.constexpr,
 ):
     """One warp group: 64 query rows of one head against every block of keys."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -247,9 +428,31 @@ def _dq_consume(
 
 @gluon.jit
 def _dq_produce(
-    q_desc, do_desc, k_desc, v_desc, k_ptr, v_ptr, q_smem, do_smem, k_smem, v_smem,
-    q_ready, ready, free, start, prefix_start, before, end, token0, head, kv_head, kv_row,
-    num_blocks, D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    q_desc,
+    do_desc,
+    k_desc,
+    v_desc,
+    k_ptr,
+    v_ptr,
+    q_smem,
+    do_smem,
+    k_smem,
+    v_smem,
+    q_ready,
+    ready,
+    free,
+    start,
+    prefix_start,
+    before,
+    end,
+    token0,
+    head,
+    kv_head,
+    kv_row,
+    num_blocks,
+    D: gl.constexpr,
+    KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     mbarrier.expect(q_ready, 4 * q_desc.block_type.nbytes)
     for group in gl.static_range(2):
@@ -266,23 +469,69 @@ def _dq_produce(
         if whole:
             mbarrier.expect(ready.index(stage), 2 * k_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(
-                k_desc, [row, kv_head * D], ready.index(stage), k_smem.index(stage))
+                k_desc, [row, kv_head * D], ready.index(stage), k_smem.index(stage)
+            )
             tma.async_copy_global_to_shared(
-                v_desc, [row, kv_head * D], ready.index(stage), v_smem.index(stage))
+                v_desc, [row, kv_head * D], ready.index(stage), v_smem.index(stage)
+            )
         else:
-            _gather(k_ptr + kv_head * D, k_smem.index(stage), base, end, start, prefix_start,
-                    before, kv_row, D, KEYS)
-            _gather(v_ptr + kv_head * D, v_smem.index(stage), base, end, start, prefix_start,
-                    before, kv_row, D, KEYS)
+            gather(
+                k_ptr + kv_head * D,
+                k_smem.index(stage),
+                base,
+                end,
+                start,
+                prefix_start,
+                before,
+                k_ptr,
+                0,
+                kv_row,
+                D,
+                KEYS,
+                1,
+                False,
+            )
+            gather(
+                v_ptr + kv_head * D,
+                v_smem.index(stage),
+                base,
+                end,
+                start,
+                prefix_start,
+                before,
+                v_ptr,
+                0,
+                kv_row,
+                D,
+                KEYS,
+                1,
+                False,
+            )
             mbarrier.arrive(ready.index(stage), count=1)
 
 
 @gluon.jit
 def attention_dq_hopper_kernel(
-    q_desc, do_desc, k_desc, v_desc, k_ptr, v_ptr, lse_ptr, delta_ptr, dq_ptr, segments,
-    row_width, scale, kv_row,
-    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    q_desc,
+    do_desc,
+    k_desc,
+    v_desc,
+    k_ptr,
+    v_ptr,
+    lse_ptr,
+    delta_ptr,
+    dq_ptr,
+    segments,
+    row_width,
+    scale,
+    kv_row,
+    H: gl.constexpr,
+    G: gl.constexpr,
+    D: gl.constexpr,
+    KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr,
+    PRODUCER_REGS: gl.constexpr,
 ):
     """Grid (segments x H, tiles of 128 tokens of one head); the longest tiles start first."""
     DTYPE: gl.constexpr = q_desc.dtype
@@ -309,14 +558,97 @@ def attention_dq_hopper_kernel(
         for stage in gl.static_range(STAGES):
             mbarrier.init(ready.index(stage), count=1)
             mbarrier.init(free.index(stage), count=2)
-        gl.warp_specialize([
-            (_dq_consume, (q_smem, do_smem, k_smem, v_smem, q_ready, ready, free, lse_ptr,
-                           delta_ptr, row_width, dq_ptr, start, length, before, token0, head,
-                           scale, num_blocks, 0, H, D, KEYS, STAGES, DTYPE)),
-            (_dq_consume, (q_smem, do_smem, k_smem, v_smem, q_ready, ready, free, lse_ptr,
-                           delta_ptr, row_width, dq_ptr, start, length, before, token0, head,
-                           scale, num_blocks, 1, H, D, KEYS, STAGES, DTYPE)),
-            (_dq_produce, (q_desc, do_desc, k_desc, v_desc, k_ptr, v_ptr, q_smem, do_smem, k_smem,
-                           v_smem, q_ready, ready, free, start, prefix_start, before, end,
-                           token0, head, kv_head, kv_row, num_blocks, D, KEYS, STAGES)),
-        ], [4, 4], [CONSUMER_REGS, PRODUCER_REGS])
+        gl.warp_specialize(
+            [
+                (
+                    _dq_consume,
+                    (
+                        q_smem,
+                        do_smem,
+                        k_smem,
+                        v_smem,
+                        q_ready,
+                        ready,
+                        free,
+                        lse_ptr,
+                        delta_ptr,
+                        row_width,
+                        dq_ptr,
+                        start,
+                        length,
+                        before,
+                        token0,
+                        head,
+                        scale,
+                        num_blocks,
+                        0,
+                        H,
+                        D,
+                        KEYS,
+                        STAGES,
+                        DTYPE,
+                    ),
+                ),
+                (
+                    _dq_consume,
+                    (
+                        q_smem,
+                        do_smem,
+                        k_smem,
+                        v_smem,
+                        q_ready,
+                        ready,
+                        free,
+                        lse_ptr,
+                        delta_ptr,
+                        row_width,
+                        dq_ptr,
+                        start,
+                        length,
+                        before,
+                        token0,
+                        head,
+                        scale,
+                        num_blocks,
+                        1,
+                        H,
+                        D,
+                        KEYS,
+                        STAGES,
+                        DTYPE,
+                    ),
+                ),
+                (
+                    _dq_produce,
+                    (
+                        q_desc,
+                        do_desc,
+                        k_desc,
+                        v_desc,
+                        k_ptr,
+                        v_ptr,
+                        q_smem,
+                        do_smem,
+                        k_smem,
+                        v_smem,
+                        q_ready,
+                        ready,
+                        free,
+                        start,
+                        prefix_start,
+                        before,
+                        end,
+                        token0,
+                        head,
+                        kv_head,
+                        kv_row,
+                        num_blocks,
+                        D,
+                        KEYS,
+                        STAGES,
+                    ),
+                ),
+            ],
+            [4, 4],
+            [CONSUMER_REGS, PRODUCER_REGS],
+        )

@@ -21,7 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from samebit.kernels.attention_block import LN2, PV_LIFT
-from samebit.kernels.attention_hopper import ROWS, _softmax
+from samebit.kernels.attention_feed import ROWS
+from samebit.kernels.attention_hopper import block_softmax
 
 LIVE = gl.constexpr(32)
 """Rows of the tile that carry query heads."""
@@ -40,7 +41,8 @@ def _operand(p, W: gl.constexpr, LAYOUT: gl.constexpr):
     p = p.reshape([4, 8, W])
     # The compiler must not know these zeros: it would rebuild them between products in flight.
     zero = gl.inline_asm_elementwise(
-        "mov.b32 $0, 0;", "=r,r", [p], dtype=p.dtype, is_pure=False, pack=2)
+        "mov.b32 $0, 0;", "=r,r", [p], dtype=p.dtype, is_pure=False, pack=2
+    )
     full = gl.join(p, zero).permute((0, 3, 1, 2)).reshape([ROWS, W])
     return gl.convert_layout(full, LAYOUT, assert_trivial=True)
 
@@ -57,10 +59,33 @@ def _rescaled(acc, alpha, W: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _block(
-    count, block, end, acc, m, den, q_smem, ring, v16_smem, ks_smem, vs_smem, ready, free,
-    s_ready, v16_ready, v16_free, factor, position_R, TAIL: gl.constexpr, D: gl.constexpr,
-    KB: gl.constexpr, SLOTS: gl.constexpr, FP8: gl.constexpr,
-    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, L_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
+    count,
+    block,
+    end,
+    acc,
+    m,
+    den,
+    q_smem,
+    ring,
+    v16_smem,
+    ks_smem,
+    vs_smem,
+    ready,
+    free,
+    s_ready,
+    v16_ready,
+    v16_free,
+    factor,
+    position_R,
+    TAIL: gl.constexpr,
+    D: gl.constexpr,
+    KB: gl.constexpr,
+    SLOTS: gl.constexpr,
+    FP8: gl.constexpr,
+    S_LAYOUT: gl.constexpr,
+    O_LAYOUT: gl.constexpr,
+    L_LAYOUT: gl.constexpr,
+    DTYPE: gl.constexpr,
 ):
     """One block of keys, the count-th of this program."""
     COLUMN: gl.constexpr = gl.SliceLayout(0, L_LAYOUT)
@@ -69,8 +94,9 @@ def _block(
     v_slot = (item + 1) % SLOTS
     mbarrier.wait(ready.index(k_slot), (item // SLOTS) & 1)
     zero = gl.zeros([ROWS, KB], gl.float32, S_LAYOUT)
-    s = warpgroup_mma(q_smem, ring.index(k_slot).permute((1, 0)), zero, use_acc=False,
-                      is_async=True)
+    s = warpgroup_mma(
+        q_smem, ring.index(k_slot).permute((1, 0)), zero, use_acc=False, is_async=True
+    )
     SCALED: gl.constexpr = SLOTS // 2 + 2
     if FP8:
         mbarrier.wait(s_ready.index(count % SCALED), (count // SCALED) & 1)
@@ -79,7 +105,7 @@ def _block(
     s = _live(s, KB)
     if FP8:
         s = s * ks_smem.index(count % SCALED).load(COLUMN)[None, :]
-    p, m, den, alpha = _softmax(s, m, den, factor, position_R, block * KB, TAIL, L_LAYOUT, KB)
+    p, m, den, alpha = block_softmax(s, m, den, factor, position_R, block * KB, TAIL, L_LAYOUT, KB)
     if FP8:
         v_scale = vs_smem.index(count % SCALED).load(COLUMN) * PV_LIFT
         if TAIL:
@@ -109,11 +135,39 @@ def _block(
 
 @gluon.jit
 def _consume(
-    q_smem, ring, v16_smem, ks_smem, vs_smem, ready, free, s_ready, v16_ready, v16_free,
-    q_ptr, q_scale_ptr, out_ptr, lse_ptr, part_acc_ptr, part_m_ptr, part_l_ptr,
-    index, head, end, lo, hi, num_blocks, max_splits, factor,
-    H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, KB: gl.constexpr,
-    SPLIT_BLOCKS: gl.constexpr, SPLITS: gl.constexpr, SLOTS: gl.constexpr, FP8: gl.constexpr,
+    q_smem,
+    ring,
+    v16_smem,
+    ks_smem,
+    vs_smem,
+    ready,
+    free,
+    s_ready,
+    v16_ready,
+    v16_free,
+    q_ptr,
+    q_scale_ptr,
+    out_ptr,
+    lse_ptr,
+    part_acc_ptr,
+    part_m_ptr,
+    part_l_ptr,
+    index,
+    head,
+    end,
+    lo,
+    hi,
+    num_blocks,
+    max_splits,
+    factor,
+    H: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    KB: gl.constexpr,
+    SPLIT_BLOCKS: gl.constexpr,
+    SPLITS: gl.constexpr,
+    SLOTS: gl.constexpr,
+    FP8: gl.constexpr,
 ):
     """Every block of this program's splits; finishes the rows if no other program has more."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KB, 32 if FP8 else 16])
@@ -130,8 +184,11 @@ def _consume(
     r_Q = t_Q // 16 * 8 + t_Q % 8
     d_Q = gl.arange(0, D, gl.SliceLayout(0, LOAD))
     first_row = index.to(gl.int64) * H + head * GROUP
-    q = gl.load(q_ptr + (first_row + r_Q)[:, None] * D + d_Q[None, :],
-                mask=((t_Q % 16 < 8) & (r_Q < GROUP))[:, None], other=0.0)
+    q = gl.load(
+        q_ptr + (first_row + r_Q)[:, None] * D + d_Q[None, :],
+        mask=((t_Q % 16 < 8) & (r_Q < GROUP))[:, None],
+        other=0.0,
+    )
     q_smem.store(q)
     fence_async_shared()
     gl.thread_barrier()
@@ -156,15 +213,65 @@ def _consume(
         full = gl.minimum(last, end // KB)
         for block in range(first, full):
             acc, m, den = _block(
-                count, block, end, acc, m, den, q_smem, ring, v16_smem, ks_smem, vs_smem, ready,
-                free, s_ready, v16_ready, v16_free, factor_R, position_R, False, D, KB, SLOTS,
-                FP8, S_LAYOUT, O_LAYOUT, L_LAYOUT, DTYPE)
+                count,
+                block,
+                end,
+                acc,
+                m,
+                den,
+                q_smem,
+                ring,
+                v16_smem,
+                ks_smem,
+                vs_smem,
+                ready,
+                free,
+                s_ready,
+                v16_ready,
+                v16_free,
+                factor_R,
+                position_R,
+                False,
+                D,
+                KB,
+                SLOTS,
+                FP8,
+                S_LAYOUT,
+                O_LAYOUT,
+                L_LAYOUT,
+                DTYPE,
+            )
             count += 1
         for block in range(full, last):
             acc, m, den = _block(
-                count, block, end, acc, m, den, q_smem, ring, v16_smem, ks_smem, vs_smem, ready,
-                free, s_ready, v16_ready, v16_free, factor_R, position_R, True, D, KB, SLOTS,
-                FP8, S_LAYOUT, O_LAYOUT, L_LAYOUT, DTYPE)
+                count,
+                block,
+                end,
+                acc,
+                m,
+                den,
+                q_smem,
+                ring,
+                v16_smem,
+                ks_smem,
+                vs_smem,
+                ready,
+                free,
+                s_ready,
+                v16_ready,
+                v16_free,
+                factor_R,
+                position_R,
+                True,
+                D,
+                KB,
+                SLOTS,
+                FP8,
+                S_LAYOUT,
+                O_LAYOUT,
+                L_LAYOUT,
+                DTYPE,
+            )
             count += 1
         live = _live(acc, D)
         if not whole:
@@ -196,24 +303,52 @@ def _consume(
                 if FP8:
                     inverse = inverse * (1.0 / PV_LIFT)
                 live = live * gl.convert_layout(inverse, gl.SliceLayout(1, OUT))[:, None]
-                gl.store(out_ptr + (first_row + r_O)[:, None] * D + d_O[None, :],
-                         live.to(out_ptr.dtype.element_ty), mask=mask_O)
-                gl.store(lse_ptr + first_row + r_S, (m_total + gl.log2(l_total)) * LN2,
-                         mask=r_S < GROUP)
+                gl.store(
+                    out_ptr + (first_row + r_O)[:, None] * D + d_O[None, :],
+                    live.to(out_ptr.dtype.element_ty),
+                    mask=mask_O,
+                )
+                gl.store(
+                    lse_ptr + first_row + r_S, (m_total + gl.log2(l_total)) * LN2, mask=r_S < GROUP
+                )
 
 
 @gluon.jit
 def _fetch_k(
-    count, page, inside, k_desc, k_scale_ptr, v_scale_ptr, ring, ks_smem, vs_smem, ready, s_ready,
-    head, k_page, k_head, k_column, ks_page, ks_row, ks_head, vs_page, vs_row, vs_head,
-    KB: gl.constexpr, SLOTS: gl.constexpr, FP8: gl.constexpr,
+    count,
+    page,
+    inside,
+    k_desc,
+    k_scale_ptr,
+    v_scale_ptr,
+    ring,
+    ks_smem,
+    vs_smem,
+    ready,
+    s_ready,
+    head,
+    k_page,
+    k_head,
+    k_column,
+    ks_page,
+    ks_row,
+    ks_head,
+    vs_page,
+    vs_row,
+    vs_head,
+    KB: gl.constexpr,
+    SLOTS: gl.constexpr,
+    FP8: gl.constexpr,
 ):
     """Starts the copies of one block's keys and, with codes, of both scales."""
     slot = (2 * count) % SLOTS
     mbarrier.expect(ready.index(slot), k_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(
-        k_desc, [page * k_page + head * k_head + inside, head * k_column],
-        ready.index(slot), ring.index(slot))
+        k_desc,
+        [page * k_page + head * k_head + inside, head * k_column],
+        ready.index(slot),
+        ring.index(slot),
+    )
     if FP8:
         SCALED: gl.constexpr = SLOTS // 2 + 2
         FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -221,29 +356,60 @@ def _fetch_k(
         page = page.to(gl.int64)
         async_copy.async_copy_global_to_shared(
             ks_smem.index(count % SCALED),
-            k_scale_ptr + page * ks_page + head * ks_head + row * ks_row)
+            k_scale_ptr + page * ks_page + head * ks_head + row * ks_row,
+        )
         async_copy.async_copy_global_to_shared(
             vs_smem.index(count % SCALED),
-            v_scale_ptr + page * vs_page + head * vs_head + row * vs_row)
+            v_scale_ptr + page * vs_page + head * vs_head + row * vs_row,
+        )
         async_copy.mbarrier_arrive(s_ready.index(count % SCALED), increment_count=False)
 
 
 @gluon.jit
-def _fetch_v(count, page, inside, v_desc, ring, ready, head, v_page, v_head, v_column,
-             SLOTS: gl.constexpr):
+def _fetch_v(
+    count, page, inside, v_desc, ring, ready, head, v_page, v_head, v_column, SLOTS: gl.constexpr
+):
     slot = (2 * count + 1) % SLOTS
     mbarrier.expect(ready.index(slot), v_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(
-        v_desc, [page * v_page + head * v_head + inside, head * v_column],
-        ready.index(slot), ring.index(slot))
+        v_desc,
+        [page * v_page + head * v_head + inside, head * v_column],
+        ready.index(slot),
+        ring.index(slot),
+    )
 
 
 @gluon.jit
 def _feed(
-    k_desc, v_desc, k_scale_ptr, v_scale_ptr, ring, ks_smem, vs_smem, ready, free, s_ready,
-    table, head, lo, hi, k_page, k_head, k_column, v_page, v_head, v_column,
-    ks_page, ks_row, ks_head, vs_page, vs_row, vs_head,
-    KB: gl.constexpr, PAGE: gl.constexpr, SLOTS: gl.constexpr,
+    k_desc,
+    v_desc,
+    k_scale_ptr,
+    v_scale_ptr,
+    ring,
+    ks_smem,
+    vs_smem,
+    ready,
+    free,
+    s_ready,
+    table,
+    head,
+    lo,
+    hi,
+    k_page,
+    k_head,
+    k_column,
+    v_page,
+    v_head,
+    v_column,
+    ks_page,
+    ks_row,
+    ks_head,
+    vs_page,
+    vs_row,
+    vs_head,
+    KB: gl.constexpr,
+    PAGE: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):
     """BF16: copies alone, as far ahead as there are free slots."""
     page = gl.load(table + lo * KB // PAGE)
@@ -254,9 +420,32 @@ def _feed(
         count = block - lo
         item = 2 * count
         mbarrier.wait(free.index(item % SLOTS), ((item // SLOTS) & 1) ^ 1)
-        _fetch_k(count, page, inside, k_desc, k_scale_ptr, v_scale_ptr, ring, ks_smem, vs_smem,
-                 ready, s_ready, head, k_page, k_head, k_column, ks_page, ks_row, ks_head,
-                 vs_page, vs_row, vs_head, KB, SLOTS, False)
+        _fetch_k(
+            count,
+            page,
+            inside,
+            k_desc,
+            k_scale_ptr,
+            v_scale_ptr,
+            ring,
+            ks_smem,
+            vs_smem,
+            ready,
+            s_ready,
+            head,
+            k_page,
+            k_head,
+            k_column,
+            ks_page,
+            ks_row,
+            ks_head,
+            vs_page,
+            vs_row,
+            vs_head,
+            KB,
+            SLOTS,
+            False,
+        )
         item += 1
         mbarrier.wait(free.index(item % SLOTS), ((item // SLOTS) & 1) ^ 1)
         _fetch_v(count, page, inside, v_desc, ring, ready, head, v_page, v_head, v_column, SLOTS)
@@ -265,11 +454,40 @@ def _feed(
 
 @gluon.jit
 def _feed_codes(
-    k_desc, v_desc, k_scale_ptr, v_scale_ptr, ring, v16_smem, ks_smem, vs_smem, ready, free,
-    s_ready, v16_ready, v16_free, table, head, end, lo, hi,
-    k_page, k_head, k_column, v_page, v_head, v_column,
-    ks_page, ks_row, ks_head, vs_page, vs_row, vs_head,
-    D: gl.constexpr, KB: gl.constexpr, PAGE: gl.constexpr, SLOTS: gl.constexpr,
+    k_desc,
+    v_desc,
+    k_scale_ptr,
+    v_scale_ptr,
+    ring,
+    v16_smem,
+    ks_smem,
+    vs_smem,
+    ready,
+    free,
+    s_ready,
+    v16_ready,
+    v16_free,
+    table,
+    head,
+    end,
+    lo,
+    hi,
+    k_page,
+    k_head,
+    k_column,
+    v_page,
+    v_head,
+    v_column,
+    ks_page,
+    ks_row,
+    ks_head,
+    vs_page,
+    vs_row,
+    vs_head,
+    D: gl.constexpr,
+    KB: gl.constexpr,
+    PAGE: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):
     """E4M3: copies SLOTS // 2 blocks ahead, and the conversion of each block's values."""
     DEPTH: gl.constexpr = SLOTS // 2
@@ -278,11 +496,35 @@ def _feed_codes(
         if lo + ahead < hi:
             page = gl.load(table + (lo + ahead) * KB // PAGE)
             inside = (lo + ahead) * KB % PAGE
-            _fetch_k(ahead, page, inside, k_desc, k_scale_ptr, v_scale_ptr, ring, ks_smem,
-                     vs_smem, ready, s_ready, head, k_page, k_head, k_column, ks_page, ks_row,
-                     ks_head, vs_page, vs_row, vs_head, KB, SLOTS, True)
-            _fetch_v(ahead, page, inside, v_desc, ring, ready, head, v_page, v_head, v_column,
-                     SLOTS)
+            _fetch_k(
+                ahead,
+                page,
+                inside,
+                k_desc,
+                k_scale_ptr,
+                v_scale_ptr,
+                ring,
+                ks_smem,
+                vs_smem,
+                ready,
+                s_ready,
+                head,
+                k_page,
+                k_head,
+                k_column,
+                ks_page,
+                ks_row,
+                ks_head,
+                vs_page,
+                vs_row,
+                vs_head,
+                KB,
+                SLOTS,
+                True,
+            )
+            _fetch_v(
+                ahead, page, inside, v_desc, ring, ready, head, v_page, v_head, v_column, SLOTS
+            )
     for block in range(lo, hi):
         count = block - lo
         item = 2 * count
@@ -301,23 +543,88 @@ def _feed_codes(
         fence_async_shared()
         mbarrier.arrive(v16_ready, count=1)
         if further < hi:
-            _fetch_v(count + DEPTH, page, inside, v_desc, ring, ready, head, v_page, v_head,
-                     v_column, SLOTS)
+            _fetch_v(
+                count + DEPTH,
+                page,
+                inside,
+                v_desc,
+                ring,
+                ready,
+                head,
+                v_page,
+                v_head,
+                v_column,
+                SLOTS,
+            )
             mbarrier.wait(free.index(item % SLOTS), (item // SLOTS) & 1)
-            _fetch_k(count + DEPTH, page, inside, k_desc, k_scale_ptr, v_scale_ptr, ring,
-                     ks_smem, vs_smem, ready, s_ready, head, k_page, k_head, k_column, ks_page,
-                     ks_row, ks_head, vs_page, vs_row, vs_head, KB, SLOTS, True)
+            _fetch_k(
+                count + DEPTH,
+                page,
+                inside,
+                k_desc,
+                k_scale_ptr,
+                v_scale_ptr,
+                ring,
+                ks_smem,
+                vs_smem,
+                ready,
+                s_ready,
+                head,
+                k_page,
+                k_head,
+                k_column,
+                ks_page,
+                ks_row,
+                ks_head,
+                vs_page,
+                vs_row,
+                vs_head,
+                KB,
+                SLOTS,
+                True,
+            )
 
 
 @gluon.jit
 def attention_decode_hopper_kernel(
-    k_desc, v_desc, q_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, out_ptr, lse_ptr,
-    part_acc_ptr, part_m_ptr, part_l_ptr, block_table, context_lens, table_width, factor,
-    max_splits, k_page, k_head, k_column, v_page, v_head, v_column,
-    ks_page, ks_row, ks_head, vs_page, vs_row, vs_head,
-    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, KB: gl.constexpr,
-    SPLIT_BLOCKS: gl.constexpr, SPLITS: gl.constexpr, PAGE: gl.constexpr, SLOTS: gl.constexpr,
-    FP8: gl.constexpr, FEEDER_REGS: gl.constexpr,
+    k_desc,
+    v_desc,
+    q_ptr,
+    q_scale_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    out_ptr,
+    lse_ptr,
+    part_acc_ptr,
+    part_m_ptr,
+    part_l_ptr,
+    block_table,
+    context_lens,
+    table_width,
+    factor,
+    max_splits,
+    k_page,
+    k_head,
+    k_column,
+    v_page,
+    v_head,
+    v_column,
+    ks_page,
+    ks_row,
+    ks_head,
+    vs_page,
+    vs_row,
+    vs_head,
+    H: gl.constexpr,
+    G: gl.constexpr,
+    D: gl.constexpr,
+    KB: gl.constexpr,
+    SPLIT_BLOCKS: gl.constexpr,
+    SPLITS: gl.constexpr,
+    PAGE: gl.constexpr,
+    SLOTS: gl.constexpr,
+    FP8: gl.constexpr,
+    FEEDER_REGS: gl.constexpr,
 ):
     """Grid (B x G, ceil(splits / SPLITS)). Page strides count rows of the descriptors."""
     GROUP: gl.constexpr = H // G
@@ -352,27 +659,165 @@ def attention_decode_hopper_kernel(
         if FP8:
             V16: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
             v16_smem = gl.allocate_shared_memory(gl.float16, [KB, D], V16)
-            gl.warp_specialize([
-                (_consume, (q_smem, ring, v16_smem, ks_smem, vs_smem, ready, free, s_ready,
-                            v16_ready, v16_free, q_ptr, q_scale_ptr, out_ptr, lse_ptr,
-                            part_acc_ptr, part_m_ptr, part_l_ptr, index, head, end, lo, hi,
-                            num_blocks, max_splits, factor, H, GROUP, D, KB, SPLIT_BLOCKS, SPLITS,
-                            SLOTS, FP8)),
-                (_feed_codes, (k_desc, v_desc, k_scale_ptr, v_scale_ptr, ring, v16_smem, ks_smem,
-                               vs_smem, ready, free, s_ready, v16_ready, v16_free, table, head,
-                               end, lo, hi, k_page, k_head, k_column, v_page, v_head, v_column,
-                               ks_page, ks_row, ks_head, vs_page, vs_row, vs_head, D, KB, PAGE,
-                               SLOTS)),
-            ], [4], [FEEDER_REGS])
+            gl.warp_specialize(
+                [
+                    (
+                        _consume,
+                        (
+                            q_smem,
+                            ring,
+                            v16_smem,
+                            ks_smem,
+                            vs_smem,
+                            ready,
+                            free,
+                            s_ready,
+                            v16_ready,
+                            v16_free,
+                            q_ptr,
+                            q_scale_ptr,
+                            out_ptr,
+                            lse_ptr,
+                            part_acc_ptr,
+                            part_m_ptr,
+                            part_l_ptr,
+                            index,
+                            head,
+                            end,
+                            lo,
+                            hi,
+                            num_blocks,
+                            max_splits,
+                            factor,
+                            H,
+                            GROUP,
+                            D,
+                            KB,
+                            SPLIT_BLOCKS,
+                            SPLITS,
+                            SLOTS,
+                            FP8,
+                        ),
+                    ),
+                    (
+                        _feed_codes,
+                        (
+                            k_desc,
+                            v_desc,
+                            k_scale_ptr,
+                            v_scale_ptr,
+                            ring,
+                            v16_smem,
+                            ks_smem,
+                            vs_smem,
+                            ready,
+                            free,
+                            s_ready,
+                            v16_ready,
+                            v16_free,
+                            table,
+                            head,
+                            end,
+                            lo,
+                            hi,
+                            k_page,
+                            k_head,
+                            k_column,
+                            v_page,
+                            v_head,
+                            v_column,
+                            ks_page,
+                            ks_row,
+                            ks_head,
+                            vs_page,
+                            vs_row,
+                            vs_head,
+                            D,
+                            KB,
+                            PAGE,
+                            SLOTS,
+                        ),
+                    ),
+                ],
+                [4],
+                [FEEDER_REGS],
+            )
         else:
-            gl.warp_specialize([
-                (_consume, (q_smem, ring, ring.index(0), ks_smem, vs_smem, ready, free, s_ready,
-                            v16_ready, v16_free, q_ptr, q_scale_ptr, out_ptr, lse_ptr,
-                            part_acc_ptr, part_m_ptr, part_l_ptr, index, head, end, lo, hi,
-                            num_blocks, max_splits, factor, H, GROUP, D, KB, SPLIT_BLOCKS, SPLITS,
-                            SLOTS, FP8)),
-                (_feed, (k_desc, v_desc, k_scale_ptr, v_scale_ptr, ring, ks_smem, vs_smem, ready,
-                         free, s_ready, table, head, lo, hi, k_page, k_head, k_column,
-                         v_page, v_head, v_column, ks_page, ks_row, ks_head,
-                         vs_page, vs_row, vs_head, KB, PAGE, SLOTS)),
-            ], [1], [FEEDER_REGS])
+            gl.warp_specialize(
+                [
+                    (
+                        _consume,
+                        (
+                            q_smem,
+                            ring,
+                            ring.index(0),
+                            ks_smem,
+                            vs_smem,
+                            ready,
+                            free,
+                            s_ready,
+                            v16_ready,
+                            v16_free,
+                            q_ptr,
+                            q_scale_ptr,
+                            out_ptr,
+                            lse_ptr,
+                            part_acc_ptr,
+                            part_m_ptr,
+                            part_l_ptr,
+                            index,
+                            head,
+                            end,
+                            lo,
+                            hi,
+                            num_blocks,
+                            max_splits,
+                            factor,
+                            H,
+                            GROUP,
+                            D,
+                            KB,
+                            SPLIT_BLOCKS,
+                            SPLITS,
+                            SLOTS,
+                            FP8,
+                        ),
+                    ),
+                    (
+                        _feed,
+                        (
+                            k_desc,
+                            v_desc,
+                            k_scale_ptr,
+                            v_scale_ptr,
+                            ring,
+                            ks_smem,
+                            vs_smem,
+                            ready,
+                            free,
+                            s_ready,
+                            table,
+                            head,
+                            lo,
+                            hi,
+                            k_page,
+                            k_head,
+                            k_column,
+                            v_page,
+                            v_head,
+                            v_column,
+                            ks_page,
+                            ks_row,
+                            ks_head,
+                            vs_page,
+                            vs_row,
+                            vs_head,
+                            KB,
+                            PAGE,
+                            SLOTS,
+                        ),
+                    ),
+                ],
+                [1],
+                [FEEDER_REGS],
+            )

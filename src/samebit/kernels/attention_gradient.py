@@ -17,7 +17,7 @@ from samebit.kernels.attention_backward_hopper import (
     attention_dkdv_hopper_kernel,
     attention_dq_hopper_kernel,
 )
-from samebit.kernels.attention_layout import PackedLayout
+from samebit.kernels.attention_layout import PackedLayout, on_card, rows_like
 
 
 def rows_descriptor(
@@ -54,11 +54,12 @@ def attention_backward(
             raise ValueError(f"{name} must be contiguous in the attention backward")
     T, H, D = q_THD.shape
     G = k_SGD.shape[1]
-    dq, dk, dv = torch.empty_like(q_THD), torch.empty_like(k_SGD), torch.empty_like(v_SGD)
+    dq, dk, dv = (rows_like(x, layout, x.dtype) for x in (q_THD, k_SGD, v_SGD))
     delta = torch.empty((H, T), dtype=torch.float32, device=q_THD.device)
     lse = torch.empty_like(delta)
     attention_delta_kernel[(triton.cdiv(T, 64), H)](
-        out_THD, dout_THD, lse_TH, lse, delta, T, scale, H=H, D=D, TOKENS=64, num_warps=4)
+        out_THD, dout_THD, lse_TH, lse, delta, T, scale, H=H, D=D, TOKENS=64, num_warps=4
+    )
     part_shape = (max(layout.num_partial_rows, 1), G, D)
     dk_part = torch.empty(part_shape, dtype=torch.float32, device=q_THD.device)
     dv_part = torch.empty_like(dk_part)
@@ -66,25 +67,72 @@ def attention_backward(
     key_grid = (layout.backward_items.shape[0] * G, triton.cdiv(layout.max_length, 128))
     query_grid = (layout.segments.shape[0] * H, triton.cdiv(layout.max_length, 128))
     heads = {"H": H, "G": G, "D": D}
-    if q_THD.is_cuda:
+    if on_card(q_THD):
         q_rows, do_rows, k_rows, v_rows = (
-            rows_descriptor(x, 64) for x in (q_THD, dout_THD, k_SGD, v_SGD))
+            rows_descriptor(x, 64) for x in (q_THD, dout_THD, k_SGD, v_SGD)
+        )
         attention_dkdv_hopper_kernel[key_grid](
-            q_rows, do_rows, k_rows, v_rows, lse, delta, *outputs,
-            **heads, STAGES=4, CONSUMER_REGS=240, PRODUCER_REGS=24, num_warps=4)
+            q_rows,
+            do_rows,
+            k_rows,
+            v_rows,
+            lse,
+            delta,
+            *outputs,
+            **heads,
+            STAGES=4,
+            CONSUMER_REGS=240,
+            PRODUCER_REGS=24,
+            num_warps=4,
+        )
         attention_dq_hopper_kernel[query_grid](
-            q_rows, do_rows, k_rows, v_rows, k_SGD, v_SGD, lse, delta, dq, layout.segments, T,
-            scale, k_SGD.stride(0),
-            **heads, KEYS=64, STAGES=4, CONSUMER_REGS=232, PRODUCER_REGS=40, num_warps=4)
+            q_rows,
+            do_rows,
+            k_rows,
+            v_rows,
+            k_SGD,
+            v_SGD,
+            lse,
+            delta,
+            dq,
+            layout.segments,
+            T,
+            scale,
+            k_SGD.stride(0),
+            **heads,
+            KEYS=64,
+            STAGES=4,
+            CONSUMER_REGS=232,
+            PRODUCER_REGS=40,
+            num_warps=4,
+        )
     else:
         inputs = (q_THD, k_SGD, v_SGD, dout_THD, lse, delta)
         attention_dkdv_kernel[key_grid](
-            *inputs, *outputs, **heads, KEYS=128, QUERIES=64, STAGES=2, num_warps=8)
+            *inputs, *outputs, **heads, KEYS=128, QUERIES=64, STAGES=2, num_warps=8
+        )
         attention_dq_kernel[query_grid](
-            *inputs, dq, layout.segments, T, scale,
-            **heads, QUERIES=128, KEYS=64, STAGES=2, num_warps=8)
+            *inputs,
+            dq,
+            layout.segments,
+            T,
+            scale,
+            **heads,
+            QUERIES=128,
+            KEYS=64,
+            STAGES=2,
+            num_warps=8,
+        )
     if layout.reduce_items.shape[0]:
         attention_reduce_kernel[(layout.reduce_items.shape[0], layout.max_length)](
-            dk_part, dv_part, dk, dv, layout.segments, layout.reduce_items,
-            GD=G * D, COLUMNS=triton.next_power_of_2(G * D), num_warps=4)
+            dk_part,
+            dv_part,
+            dk,
+            dv,
+            layout.segments,
+            layout.reduce_items,
+            GD=G * D,
+            COLUMNS=triton.next_power_of_2(G * D),
+            num_warps=4,
+        )
     return dq, dk, dv

@@ -7,7 +7,6 @@ differs: the scores of block i+1 run on the tensor cores while the softmax of bl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -15,14 +14,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from samebit.kernels.attention_block import LN2
-
-ROWS = gl.constexpr(64)
-"""Query rows of one consumer: a warp group's share of wgmma."""
+from samebit.kernels.attention_feed import ROWS, gather
 
 
 @gluon.jit
-def _softmax(s, m, den, factor, position_R, base, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
-             KB: gl.constexpr):
+def block_softmax(
+    s,
+    m,
+    den,
+    factor,
+    position_R,
+    base,
+    MASKED: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    KB: gl.constexpr,
+):
     """(probabilities, new maximum, new sum, factor of the old accumulator) of one block."""
     if MASKED:
         column = base + gl.arange(0, KB, gl.SliceLayout(0, LAYOUT))
@@ -38,32 +44,53 @@ def _softmax(s, m, den, factor, position_R, base, MASKED: gl.constexpr, LAYOUT: 
 
 
 @gluon.jit
-def _scores(block, q, k_smem, k_ready, KB: gl.constexpr, STAGES: gl.constexpr,
-            LAYOUT: gl.constexpr):
-    """Q K^T of one block, in flight."""
-    stage = block % STAGES
-    mbarrier.wait(k_ready.index(stage), (block // STAGES) & 1)
+def block_scores(
+    step, q, k_smem, k_ready, KB: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Q K^T of the step-th block, in flight."""
+    stage = step % STAGES
+    mbarrier.wait(k_ready.index(stage), (step // STAGES) & 1)
     zero = gl.zeros([ROWS, KB], gl.float32, LAYOUT)
     return warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _advance(
-    first, last, q, p, acc, m, den, k_smem, v_smem, k_ready, v_ready, k_free, v_free,
-    factor, position_R, MASKED: gl.constexpr, D: gl.constexpr, KB: gl.constexpr,
-    STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
+    first,
+    last,
+    q,
+    p,
+    acc,
+    m,
+    den,
+    k_smem,
+    v_smem,
+    k_ready,
+    v_ready,
+    k_free,
+    v_free,
+    factor,
+    position_R,
+    MASKED: gl.constexpr,
+    D: gl.constexpr,
+    KB: gl.constexpr,
+    STAGES: gl.constexpr,
+    S_LAYOUT: gl.constexpr,
+    O_LAYOUT: gl.constexpr,
+    DTYPE: gl.constexpr,
 ):
     """Blocks first..last-1, each overlapping the product of the block before with its softmax."""
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     for block in range(first, last):
-        s = _scores(block, q, k_smem, k_ready, KB, STAGES, S_LAYOUT)
+        s = block_scores(block, q, k_smem, k_ready, KB, STAGES, S_LAYOUT)
         stage = (block - 1) % STAGES
         mbarrier.wait(v_ready.index(stage), ((block - 1) // STAGES) & 1)
         acc = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))
         mbarrier.arrive(k_free.index(block % STAGES), count=1)
-        prob, m, den, alpha = _softmax(
-            s, m, den, factor, position_R, block * KB, MASKED, S_LAYOUT, KB)
+        prob, m, den, alpha = block_softmax(
+            s, m, den, factor, position_R, block * KB, MASKED, S_LAYOUT, KB
+        )
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
         mbarrier.arrive(v_free.index(stage), count=1)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
@@ -73,10 +100,32 @@ def _advance(
 
 @gluon.jit
 def _consume(
-    q_smem, k_smem, v_smem, total_smem, q_ready, k_ready, v_ready, k_free, v_free,
-    out_ptr, lse_ptr, start, length, before, token0, head, factor, num_blocks, num_full,
-    GROUP_INDEX: gl.constexpr, H: gl.constexpr, D: gl.constexpr, KB: gl.constexpr,
-    SPLIT_BLOCKS: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr,
+    q_smem,
+    k_smem,
+    v_smem,
+    total_smem,
+    q_ready,
+    k_ready,
+    v_ready,
+    k_free,
+    v_free,
+    out_ptr,
+    lse_ptr,
+    start,
+    length,
+    before,
+    token0,
+    head,
+    factor,
+    num_blocks,
+    num_full,
+    GROUP_INDEX: gl.constexpr,
+    H: gl.constexpr,
+    D: gl.constexpr,
+    KB: gl.constexpr,
+    SPLIT_BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    DTYPE: gl.constexpr,
 ):
     """One warp group: 64 query rows against every block."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KB, 16])
@@ -99,17 +148,59 @@ def _consume(
         m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         den = gl.zeros([ROWS], gl.float32, ROW)
         acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
-        s = _scores(lo, q, k_smem, k_ready, KB, STAGES, S_LAYOUT)
+        s = block_scores(lo, q, k_smem, k_ready, KB, STAGES, S_LAYOUT)
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_free.index(lo % STAGES), count=1)
-        prob, m, den, _ = _softmax(s, m, den, factor, position_R, lo * KB, True, S_LAYOUT, KB)
+        prob, m, den, _ = block_softmax(s, m, den, factor, position_R, lo * KB, True, S_LAYOUT, KB)
         p = gl.convert_layout(prob.to(DTYPE), P_LAYOUT)
         p, acc, m, den = _advance(
-            lo + 1, mid, q, p, acc, m, den, k_smem, v_smem, k_ready, v_ready, k_free, v_free,
-            factor, position_R, False, D, KB, STAGES, S_LAYOUT, O_LAYOUT, DTYPE)
+            lo + 1,
+            mid,
+            q,
+            p,
+            acc,
+            m,
+            den,
+            k_smem,
+            v_smem,
+            k_ready,
+            v_ready,
+            k_free,
+            v_free,
+            factor,
+            position_R,
+            False,
+            D,
+            KB,
+            STAGES,
+            S_LAYOUT,
+            O_LAYOUT,
+            DTYPE,
+        )
         p, acc, m, den = _advance(
-            mid, hi, q, p, acc, m, den, k_smem, v_smem, k_ready, v_ready, k_free, v_free,
-            factor, position_R, True, D, KB, STAGES, S_LAYOUT, O_LAYOUT, DTYPE)
+            mid,
+            hi,
+            q,
+            p,
+            acc,
+            m,
+            den,
+            k_smem,
+            v_smem,
+            k_ready,
+            v_ready,
+            k_free,
+            v_free,
+            factor,
+            position_R,
+            True,
+            D,
+            KB,
+            STAGES,
+            S_LAYOUT,
+            O_LAYOUT,
+            DTYPE,
+        )
         stage = (hi - 1) % STAGES
         mbarrier.wait(v_ready.index(stage), ((hi - 1) // STAGES) & 1)
         acc = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
@@ -127,8 +218,11 @@ def _consume(
             old_O = gl.convert_layout(old, gl.SliceLayout(1, O_LAYOUT))
             new_O = gl.convert_layout(new, gl.SliceLayout(1, O_LAYOUT))
             seen_O = gl.convert_layout(seen, gl.SliceLayout(1, O_LAYOUT))
-            acc = gl.where(seen_O[:, None],
-                           gl.fma(before_acc, old_O[:, None], acc * new_O[:, None]), before_acc)
+            acc = gl.where(
+                seen_O[:, None],
+                gl.fma(before_acc, old_O[:, None], acc * new_O[:, None]),
+                before_acc,
+            )
         else:
             m_total = m
             l_total = den
@@ -148,34 +242,40 @@ def _consume(
 
 
 @gluon.jit
-def _gather(ptr, smem, base, end, start, prefix_start, prefix_length, row_stride,
-            D: gl.constexpr, KB: gl.constexpr):
-    """Key rows at positions base.. of a block that straddles the prompt's end or passes the end."""
-    CHUNK: gl.constexpr = 16
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
-    for chunk in gl.static_range(0, KB // CHUNK):
-        position = base + chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))
-        row = gl.where(position < prefix_length, prefix_start, start - prefix_length) + position
-        x = gl.load(ptr + row.to(gl.int64)[:, None] * row_stride + d[None, :],
-                    mask=(position < end)[:, None], other=0.0)
-        smem.slice(chunk * CHUNK, CHUNK, dim=0).store(x)
-    fence_async_shared()
-    gl.thread_barrier()
-
-
-@gluon.jit
 def _produce(
-    q_desc, k_desc, v_desc, k_ptr, v_ptr, q_smem, k_smem, v_smem,
-    q_ready, k_ready, v_ready, k_free, v_free,
-    start, prefix_start, before, end, token0, head, kv_head, k_row, v_row, num_blocks,
-    D: gl.constexpr, KB: gl.constexpr, STAGES: gl.constexpr,
+    q_desc,
+    k_desc,
+    v_desc,
+    k_ptr,
+    v_ptr,
+    q_smem,
+    k_smem,
+    v_smem,
+    q_ready,
+    k_ready,
+    v_ready,
+    k_free,
+    v_free,
+    start,
+    prefix_start,
+    before,
+    end,
+    token0,
+    head,
+    kv_head,
+    k_row,
+    v_row,
+    num_blocks,
+    D: gl.constexpr,
+    KB: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     """Fills the key and value stages in block order."""
     mbarrier.expect(q_ready, 2 * q_desc.block_type.nbytes)
     for group in gl.static_range(2):
         tma.async_copy_global_to_shared(
-            q_desc, [start + token0 + group * ROWS, head * D], q_ready, q_smem.index(group))
+            q_desc, [start + token0 + group * ROWS, head * D], q_ready, q_smem.index(group)
+        )
     for block in range(0, num_blocks):
         stage = block % STAGES
         phase = ((block // STAGES) & 1) ^ 1
@@ -187,27 +287,72 @@ def _produce(
         if whole:
             mbarrier.expect(k_ready.index(stage), k_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(
-                k_desc, [row, kv_head * D], k_ready.index(stage), k_smem.index(stage))
+                k_desc, [row, kv_head * D], k_ready.index(stage), k_smem.index(stage)
+            )
         else:
-            _gather(k_ptr + kv_head * D, k_smem.index(stage), base, end, start, prefix_start,
-                    before, k_row, D, KB)
+            gather(
+                k_ptr + kv_head * D,
+                k_smem.index(stage),
+                base,
+                end,
+                start,
+                prefix_start,
+                before,
+                k_ptr,
+                0,
+                k_row,
+                D,
+                KB,
+                1,
+                False,
+            )
             mbarrier.arrive(k_ready.index(stage), count=1)
         mbarrier.wait(v_free.index(stage), phase)
         if whole:
             mbarrier.expect(v_ready.index(stage), v_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(
-                v_desc, [row, kv_head * D], v_ready.index(stage), v_smem.index(stage))
+                v_desc, [row, kv_head * D], v_ready.index(stage), v_smem.index(stage)
+            )
         else:
-            _gather(v_ptr + kv_head * D, v_smem.index(stage), base, end, start, prefix_start,
-                    before, v_row, D, KB)
+            gather(
+                v_ptr + kv_head * D,
+                v_smem.index(stage),
+                base,
+                end,
+                start,
+                prefix_start,
+                before,
+                v_ptr,
+                0,
+                v_row,
+                D,
+                KB,
+                1,
+                False,
+            )
             mbarrier.arrive(v_ready.index(stage), count=1)
 
 
 @gluon.jit
 def attention_hopper_kernel(
-    q_desc, k_desc, v_desc, k_ptr, v_ptr, out_ptr, lse_ptr, segments, factor, k_row, v_row,
-    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, KB: gl.constexpr,
-    SPLIT_BLOCKS: gl.constexpr, STAGES: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    q_desc,
+    k_desc,
+    v_desc,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    segments,
+    factor,
+    k_row,
+    v_row,
+    H: gl.constexpr,
+    G: gl.constexpr,
+    D: gl.constexpr,
+    KB: gl.constexpr,
+    SPLIT_BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
 ):
     """Grid (segments x H, tiles of 128 tokens of one head); the longest tiles start first."""
@@ -228,7 +373,8 @@ def attention_hopper_kernel(
         k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, KB, D], k_desc.layout)
         v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, KB, D], v_desc.layout)
         total_smem = gl.allocate_shared_memory(
-            gl.float32, [2, ROWS, D], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+            gl.float32, [2, ROWS, D], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+        )
         BAR: gl.constexpr = mbarrier.MBarrierLayout()
         q_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
         k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
@@ -241,14 +387,102 @@ def attention_hopper_kernel(
             mbarrier.init(v_ready.index(stage), count=1)
             mbarrier.init(k_free.index(stage), count=2)
             mbarrier.init(v_free.index(stage), count=2)
-        gl.warp_specialize([
-            (_consume, (q_smem, k_smem, v_smem, total_smem, q_ready, k_ready, v_ready, k_free,
-                        v_free, out_ptr, lse_ptr, start, length, before, token0, head, factor,
-                        num_blocks, num_full, 0, H, D, KB, SPLIT_BLOCKS, STAGES, DTYPE)),
-            (_consume, (q_smem, k_smem, v_smem, total_smem, q_ready, k_ready, v_ready, k_free,
-                        v_free, out_ptr, lse_ptr, start, length, before, token0, head, factor,
-                        num_blocks, num_full, 1, H, D, KB, SPLIT_BLOCKS, STAGES, DTYPE)),
-            (_produce, (q_desc, k_desc, v_desc, k_ptr, v_ptr, q_smem, k_smem, v_smem, q_ready,
-                        k_ready, v_ready, k_free, v_free, start, prefix_start, before, end,
-                        token0, head, kv_head, k_row, v_row, num_blocks, D, KB, STAGES)),
-        ], [4, 4], [CONSUMER_REGS, PRODUCER_REGS])
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (
+                        q_smem,
+                        k_smem,
+                        v_smem,
+                        total_smem,
+                        q_ready,
+                        k_ready,
+                        v_ready,
+                        k_free,
+                        v_free,
+                        out_ptr,
+                        lse_ptr,
+                        start,
+                        length,
+                        before,
+                        token0,
+                        head,
+                        factor,
+                        num_blocks,
+                        num_full,
+                        0,
+                        H,
+                        D,
+                        KB,
+                        SPLIT_BLOCKS,
+                        STAGES,
+                        DTYPE,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        q_smem,
+                        k_smem,
+                        v_smem,
+                        total_smem,
+                        q_ready,
+                        k_ready,
+                        v_ready,
+                        k_free,
+                        v_free,
+                        out_ptr,
+                        lse_ptr,
+                        start,
+                        length,
+                        before,
+                        token0,
+                        head,
+                        factor,
+                        num_blocks,
+                        num_full,
+                        1,
+                        H,
+                        D,
+                        KB,
+                        SPLIT_BLOCKS,
+                        STAGES,
+                        DTYPE,
+                    ),
+                ),
+                (
+                    _produce,
+                    (
+                        q_desc,
+                        k_desc,
+                        v_desc,
+                        k_ptr,
+                        v_ptr,
+                        q_smem,
+                        k_smem,
+                        v_smem,
+                        q_ready,
+                        k_ready,
+                        v_ready,
+                        k_free,
+                        v_free,
+                        start,
+                        prefix_start,
+                        before,
+                        end,
+                        token0,
+                        head,
+                        kv_head,
+                        k_row,
+                        v_row,
+                        num_blocks,
+                        D,
+                        KB,
+                        STAGES,
+                    ),
+                ),
+            ],
+            [4, 4],
+            [CONSUMER_REGS, PRODUCER_REGS],
+        )

@@ -16,6 +16,9 @@ KEY_BLOCK = 128
 SPLIT_KEYS = 1024
 """Keys per split: (max, sum, accumulator) restart there and are folded in order. Ditto."""
 
+TILE_TOKENS = 128
+"""Tokens of a forward tile. A scheduling choice: no bits depend on it."""
+
 
 @dataclass(frozen=True)
 class PackedLayout:
@@ -23,16 +26,21 @@ class PackedLayout:
 
     segments: int32 [n, 4], rows (start, length, prefix_start, prefix_length). The keys of a
         segment's tokens are the prefix's rows, then its own; position = index in that sequence.
+    forward_tiles: int32 [f, 8], rows (start, length, prefix_start, prefix_length, first token, 0,
+        0, 0) of the tiles of 128 tokens, those with most keys first.
     backward_items: int32 [w, 4], rows (key segment, first query segment, number of query
         segments, first partial row or -1 to write the result directly).
     reduce_items: int32 [r, 3], rows (key segment, first partial row, number of partials).
-    num_tokens, max_length, max_keys, num_partial_rows: host-side sizes that fix every grid.
+    num_tokens, num_rows, max_length, max_keys, num_partial_rows: host-side sizes that fix every
+        grid; num_tokens is the end of the last segment, num_rows the rows in segments.
     """
 
     segments: torch.Tensor
+    forward_tiles: torch.Tensor
     backward_items: torch.Tensor
     reduce_items: torch.Tensor
     num_tokens: int
+    num_rows: int
     max_length: int
     max_keys: int
     num_partial_rows: int
@@ -58,8 +66,10 @@ class PackedLayout:
         partial = 0
         for index, (_, length, _, _) in enumerate(rows):
             first, count = children.get(index, (0, 0))
-            chunks = [(first + c, min(samples_per_item, count - c))
-                      for c in range(0, count, samples_per_item)]
+            chunks = [
+                (first + c, min(samples_per_item, count - c))
+                for c in range(0, count, samples_per_item)
+            ]
             if not chunks:
                 items.append((index, index, 1, -1))
                 continue
@@ -70,14 +80,19 @@ class PackedLayout:
         # Work on a prompt takes longest; its programs start first.
         items.sort(key=lambda item: -sum(rows[item[1] + i][1] for i in range(item[2])))
 
+        tiles = [(*row, token, 0, 0, 0) for row in rows for token in range(0, row[1], TILE_TOKENS)]
+        tiles.sort(key=lambda tile: -(tile[3] + min(tile[4] + TILE_TOKENS, tile[1])))
+
         def table(values: list, width: int) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32).reshape(-1, width).to(device)
 
         return cls(
             segments=table(rows, 4),
+            forward_tiles=table(tiles, 8),
             backward_items=table(items, 4),
             reduce_items=table(reduces, 3),
             num_tokens=max(start + length for start, length, _, _ in rows),
+            num_rows=sum(length for _, length, _, _ in rows),
             max_length=max(length for _, length, _, _ in rows),
             max_keys=max(length + prefix for _, length, _, prefix in rows),
             num_partial_rows=partial,
@@ -116,6 +131,7 @@ class PagedLayout:
     block_table: int32 [B, P], page numbers in order of position.
     context_lens: int32 [B], keys of each sequence, the query tokens included (0: an idle slot).
     query_starts: int32 [B + 1], first query row of each sequence; None when each has one (decode).
+        Output rows of idle slots are left as they are.
     max_query_length, max_context: host-side bounds that fix every grid.
     """
 
@@ -124,6 +140,18 @@ class PagedLayout:
     query_starts: torch.Tensor | None
     max_query_length: int
     max_context: int
+
+
+def on_card(x: torch.Tensor) -> bool:
+    """Whether the warp-specialised kernels can run; the interpreter knows only the plain ones."""
+    return x.is_cuda
+
+
+def rows_like(x: torch.Tensor, layout: PackedLayout | PagedLayout, dtype: torch.dtype):
+    """A tensor shaped like x for a kernel to fill; zeros where rows lie outside every segment."""
+    whole = isinstance(layout, PagedLayout) or layout.num_rows == x.shape[0]
+    make = torch.empty if whole else torch.zeros
+    return make(x.shape, dtype=dtype, device=x.device)
 
 
 Layout = PackedLayout | PagedLayout

@@ -16,8 +16,9 @@ from samebit.kernels.attention_block import (
 
 
 @triton.jit
-def query_range(segments, block_table, context_lens, query_starts, index, table_width,
-                PAGED: tl.constexpr):
+def query_range(
+    segments, block_table, context_lens, query_starts, index, table_width, PAGED: tl.constexpr
+):
     """(first query row, number of rows, prefix start, keys before the first row, table row)."""
     if PAGED:
         start = tl.load(query_starts + index)
@@ -30,11 +31,38 @@ def query_range(segments, block_table, context_lens, query_starts, index, table_
 
 @triton.jit
 def _walk(
-    q, acc, m, den, first, last, position_R, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-    end, start, prefix_start, prefix_length, block_row,
-    k_page, k_row, v_page, v_row, ks_page, ks_row, vs_page, vs_row,
-    D: tl.constexpr, KB: tl.constexpr, PAGE: tl.constexpr, PAGED: tl.constexpr,
-    FP8: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
+    q,
+    acc,
+    m,
+    den,
+    first,
+    last,
+    position_R,
+    factor,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    end,
+    start,
+    prefix_start,
+    prefix_length,
+    block_row,
+    k_page,
+    k_row,
+    v_page,
+    v_row,
+    ks_page,
+    ks_row,
+    vs_page,
+    vs_row,
+    D: tl.constexpr,
+    KB: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAGED: tl.constexpr,
+    FP8: tl.constexpr,
+    MASKED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Blocks first..last-1 folded into (acc, m, den)."""
     d = tl.arange(0, D)
@@ -42,10 +70,36 @@ def _walk(
     for block in tl.range(first, last, num_stages=STAGES):
         base = block * KB
         position = base + tl.arange(0, KB)
-        k_off = key_rows(position, end, start, prefix_start, prefix_length, block_row,
-                         k_page, k_row, PAGE, uniform, PAGED, KB, base)
-        v_off = key_rows(position, end, start, prefix_start, prefix_length, block_row,
-                         v_page, v_row, PAGE, uniform, PAGED, KB, base)
+        k_off = key_rows(
+            position,
+            end,
+            start,
+            prefix_start,
+            prefix_length,
+            block_row,
+            k_page,
+            k_row,
+            PAGE,
+            uniform,
+            PAGED,
+            KB,
+            base,
+        )
+        v_off = key_rows(
+            position,
+            end,
+            start,
+            prefix_start,
+            prefix_length,
+            block_row,
+            v_page,
+            v_row,
+            PAGE,
+            uniform,
+            PAGED,
+            KB,
+            base,
+        )
         k_scale = 0.0
         v_scale = 0.0
         if MASKED:
@@ -57,27 +111,84 @@ def _walk(
             k = tl.load(k_ptr + k_off[:, None] + d[None, :])
             v = tl.load(v_ptr + v_off[:, None] + d[None, :])
         if FP8:
-            ks_off = key_rows(position, end, start, prefix_start, prefix_length, block_row,
-                              ks_page, ks_row, PAGE, uniform, PAGED, KB, base)
-            vs_off = key_rows(position, end, start, prefix_start, prefix_length, block_row,
-                              vs_page, vs_row, PAGE, uniform, PAGED, KB, base)
+            ks_off = key_rows(
+                position,
+                end,
+                start,
+                prefix_start,
+                prefix_length,
+                block_row,
+                ks_page,
+                ks_row,
+                PAGE,
+                uniform,
+                PAGED,
+                KB,
+                base,
+            )
+            vs_off = key_rows(
+                position,
+                end,
+                start,
+                prefix_start,
+                prefix_length,
+                block_row,
+                vs_page,
+                vs_row,
+                PAGE,
+                uniform,
+                PAGED,
+                KB,
+                base,
+            )
             k_scale = tl.load(k_scale_ptr + ks_off, mask=position < end, other=0.0)
             v_scale = tl.load(v_scale_ptr + vs_off, mask=position < end, other=0.0) * PV_LIFT
         keep = position[None, :] <= position_R[:, None]
         acc, m, den = attend_block(
-            q, k, v, acc, m, den, keep, factor, k_scale, v_scale, MASKED, FP8)
+            q, k, v, acc, m, den, keep, factor, k_scale, v_scale, MASKED, FP8
+        )
     return acc, m, den
 
 
 @triton.jit
 def attention_prefill_kernel(
-    q_ptr, k_ptr, v_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, out_ptr, lse_ptr,
-    segments, block_table, context_lens, query_starts, table_width, factor,
-    k_page, k_row, k_head, v_page, v_row, v_head,
-    ks_page, ks_row, ks_head, vs_page, vs_row, vs_head,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, KB: tl.constexpr, SPLIT_BLOCKS: tl.constexpr,
-    PAGE: tl.constexpr, PAGED: tl.constexpr, FP8: tl.constexpr, ONE_SPLIT: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    q_scale_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    out_ptr,
+    lse_ptr,
+    segments,
+    block_table,
+    context_lens,
+    query_starts,
+    table_width,
+    factor,
+    k_page,
+    k_row,
+    k_head,
+    v_page,
+    v_row,
+    v_head,
+    ks_page,
+    ks_row,
+    ks_head,
+    vs_page,
+    vs_row,
+    vs_head,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    KB: tl.constexpr,
+    SPLIT_BLOCKS: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAGED: tl.constexpr,
+    FP8: tl.constexpr,
+    ONE_SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Grid (sequences x G, tiles of ROWS // (H // G) tokens); the longest tiles start first."""
     GROUP: tl.constexpr = H // G
@@ -86,7 +197,8 @@ def attention_prefill_kernel(
     head = tl.program_id(0) % G
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     start, length, prefix_start, before, block_row = query_range(
-        segments, block_table, context_lens, query_starts, index, table_width, PAGED)
+        segments, block_table, context_lens, query_starts, index, table_width, PAGED
+    )
     if tile * TOKENS >= length:
         return
     r = tl.arange(0, ROWS)
@@ -119,19 +231,73 @@ def attention_prefill_kernel(
         den = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, D], tl.float32)
         acc, m, den = _walk(
-            q, acc, m, den, lo, mid, position_R, factor_R,
-            k_ptr + head * k_head, v_ptr + head * v_head,
-            k_scale_ptr + head * ks_head, v_scale_ptr + head * vs_head,
-            end, start, prefix_start, before, block_row,
-            k_page, k_row, v_page, v_row, ks_page, ks_row, vs_page, vs_row,
-            D, KB, PAGE, PAGED, FP8, False, STAGES)
+            q,
+            acc,
+            m,
+            den,
+            lo,
+            mid,
+            position_R,
+            factor_R,
+            k_ptr + head * k_head,
+            v_ptr + head * v_head,
+            k_scale_ptr + head * ks_head,
+            v_scale_ptr + head * vs_head,
+            end,
+            start,
+            prefix_start,
+            before,
+            block_row,
+            k_page,
+            k_row,
+            v_page,
+            v_row,
+            ks_page,
+            ks_row,
+            vs_page,
+            vs_row,
+            D,
+            KB,
+            PAGE,
+            PAGED,
+            FP8,
+            False,
+            STAGES,
+        )
         acc, m, den = _walk(
-            q, acc, m, den, mid, hi, position_R, factor_R,
-            k_ptr + head * k_head, v_ptr + head * v_head,
-            k_scale_ptr + head * ks_head, v_scale_ptr + head * vs_head,
-            end, start, prefix_start, before, block_row,
-            k_page, k_row, v_page, v_row, ks_page, ks_row, vs_page, vs_row,
-            D, KB, PAGE, PAGED, FP8, True, 1)
+            q,
+            acc,
+            m,
+            den,
+            mid,
+            hi,
+            position_R,
+            factor_R,
+            k_ptr + head * k_head,
+            v_ptr + head * v_head,
+            k_scale_ptr + head * ks_head,
+            v_scale_ptr + head * vs_head,
+            end,
+            start,
+            prefix_start,
+            before,
+            block_row,
+            k_page,
+            k_row,
+            v_page,
+            v_row,
+            ks_page,
+            ks_row,
+            vs_page,
+            vs_row,
+            D,
+            KB,
+            PAGE,
+            PAGED,
+            FP8,
+            True,
+            1,
+        )
         if ONE_SPLIT:
             acc_total = acc
             m_total = m
@@ -141,7 +307,8 @@ def attention_prefill_kernel(
             seen = position_R >= lo * KB
             m_new, l_new, old, new = fold_scales(m_total, l_total, m, den)
             acc_total = tl.where(
-                seen[:, None], tl.fma(acc_total, old[:, None], acc * new[:, None]), acc_total)
+                seen[:, None], tl.fma(acc_total, old[:, None], acc * new[:, None]), acc_total
+            )
             m_total = tl.where(seen, m_new, m_total)
             l_total = tl.where(seen, l_new, l_total)
     scale_R, lse_R = finish_scales(m_total, l_total, FP8)

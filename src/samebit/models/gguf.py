@@ -78,7 +78,7 @@ def converted_bytes(path: str | Path) -> int:
 
 def _open(path: Path) -> Any:
     # Imported here: only a GGUF source needs the package.
-    from gguf import GGUFReader
+    from gguf import GGUFReader  # type: ignore[reportAttributeAccessIssue]
 
     try:
         return GGUFReader(path, "r")
@@ -218,7 +218,7 @@ def _tensor_sources(
 
 def _dequantise(tensor: Any, permuted_heads: int | None) -> torch.Tensor:
     """One tensor in BF16, q and k rows back in rotate-half order."""
-    from gguf import dequantize
+    from gguf import dequantize  # type: ignore[reportAttributeAccessIssue]
 
     values = dequantize(tensor.data, tensor.tensor_type)
     values = values.reshape(tuple(int(size) for size in reversed(tensor.shape)))

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from samebit.layout import Layout
-from samebit.operand import Heads
+from samebit.operand import HeadCodes, Heads
 from samebit.reference.exact import exp, fma, log, row_sum
 from samebit.spec import Attention
 
@@ -78,9 +78,9 @@ class _Rows:
     @classmethod
     def of(cls, x: Heads) -> _Rows:
         """Rows of BF16 or coded heads [S, heads, D]."""
-        if isinstance(x, torch.Tensor):
-            return cls(x.reshape(-1, x.shape[-1]), None, x.shape[1])
-        return cls(x.codes.flatten(0, 1), x.scale.reshape(-1, 1), x.codes.shape[1])
+        if isinstance(x, HeadCodes):
+            return cls(x.codes.flatten(0, 1), x.scale.reshape(-1, 1), x.codes.shape[1])
+        return cls(x.reshape(-1, x.shape[-1]), None, x.shape[1])
 
     def take(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(values or codes FP32 [..., D], scales [..., 1] or None) of some rows."""
@@ -112,7 +112,7 @@ def _attend(
         # storage past a sequence's end holds anything, NaN included: 0 * NaN must not reach P V
         for x in (v,) if v_scale is None else (v, v_scale):
             x.view(-1, x.shape[-1]).index_fill_(0, chunk.absent, 0.0)
-    if isinstance(factor, torch.Tensor):
+    if not isinstance(factor, float):
         factor = factor.index_select(0, chunk.pair_tile)
     k, v, k_scale, v_scale = (chunk.of_pairs(x) for x in (k, v, k_scale, v_scale))
     scores = _batched(q.index_select(0, chunk.pair_tile), k.transpose(2, 3))[:, :, :rows]

@@ -233,13 +233,13 @@ def _open_dataset(name: str, parameters: Mapping[str, Any]) -> tuple[Any, int]:
         if key not in known:
             raise ValueError(f"parameters.{key}: not a parameter of {name}.{nearest(key, known)}")
     try:
-        dataset = reasoning_gym.create_dataset(name, seed=0, **parameters)
+        dataset = reasoning_gym.create_dataset(name, seed=0, **parameters)  # type: ignore[reportAttributeAccessIssue]
         try:
             dataset[ENDLESS_SIZE - 1]
         except IndexError:
             # A few generators prepare `size` items and have no others.
             size = PREPARED_SIZE
-            return reasoning_gym.create_dataset(name, seed=0, size=size, **parameters), size
+            return reasoning_gym.create_dataset(name, seed=0, size=size, **parameters), size  # type: ignore[reportAttributeAccessIssue]
         return dataset, ENDLESS_SIZE
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(

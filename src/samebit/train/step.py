@@ -67,9 +67,9 @@ class Trainer:
         self.needs = algorithm.needs | correction.needs
         self.value: nn.Linear | None = None
         if "critic" in self.needs:
-            self.value = nn.Linear(model.config.hidden, 1).to(model.device)
-            nn.init.zeros_(self.value.weight)
-            nn.init.zeros_(self.value.bias)
+            self.value = nn.Linear(model.config.hidden, 1, device=model.device)
+            for parameter in self.value.parameters():
+                nn.init.zeros_(parameter)
         r = config.rollout
         transform = Transform(r.temperature, r.top_k, r.top_p)
         self.scorer = Scorer(model, self.value, reference, shadow, transform)

@@ -19,7 +19,7 @@ def setup(parameters: tuple[str, dict[str, Any], int]) -> None:
 
     global _dataset
     name, table, size = parameters
-    _dataset = reasoning_gym.create_dataset(name, seed=0, size=size, **table)
+    _dataset = reasoning_gym.create_dataset(name, seed=0, size=size, **table)  # type: ignore[reportAttributeAccessIssue]
     entry = _dataset[0]
     try:
         # Lazy imports happen now, before the bar.
