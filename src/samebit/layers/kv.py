@@ -48,6 +48,7 @@ def _put(rows: Heads, slots: torch.Tensor, new: Heads) -> None:
         assert isinstance(new, HeadCodes), "an FP8 cache takes codes"
         rows.put(slots, new)
     else:
+        assert isinstance(new, torch.Tensor), "a BF16 cache takes BF16"
         rows[slots] = new
 
 

@@ -26,7 +26,7 @@ def attention_backward(
     group = q_THD.shape[1] // k_THD.shape[1]
     dout, q, k, v = (x.float() for x in (dout_THD, q_THD, k_THD, v_THD))
     delta = (dout * out_THD.float()).sum(-1)
-    grads = tuple(torch.zeros_like(x) for x in (q, k, v))
+    grads = (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
     tensors = (dout, q, k, v, lse_TH, delta)
     for s in layout.segments:
         own = slice(s.start, s.start + s.length)
