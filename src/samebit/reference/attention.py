@@ -24,8 +24,8 @@ LIFT = 256.0
 """Lifts P x (scale of V) into FP16's normal range; divided out at the end. A power of two: exact."""
 _NEVER = -1.0e30
 """Running maximum before any key: finite, so that differences never make NaN."""
-_CHUNK_SCORES = 1 << 15
-"""Scores alive at once: a chunk's keys, values and scores stay in cache. Changes no bit."""
+_CHUNK_SCORES = 1 << 20
+"""Scores alive at once (4 MB): bounds memory over long contexts. Changes no bit."""
 
 
 def attention(
