@@ -79,12 +79,16 @@ def samples(folder: Path) -> list[dict[str, Any]]:
     return read_json_lines(folder / "samples.jsonl")
 
 
-def start(code: str, **popen: Any) -> subprocess.Popen[str]:
-    """A fresh interpreter that runs `code` with this tree importable, on one thread."""
+def start(code: str, namespace: bool = False, **popen: Any) -> subprocess.Popen[str]:
+    """A fresh interpreter that runs `code` with this tree importable, on one thread.
+
+    namespace: it may mount file systems that nobody else sees (where the system allows that).
+    """
+    prefix = ["unshare", "--map-root-user", "--mount"] if namespace else []
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, "-c", code],
+        [*prefix, sys.executable, "-c", code],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -153,8 +153,7 @@ def newest(folder: Path) -> Path | None:
 
 def extra(checkpoint: Path, key: str) -> dict[str, Any]:
     """A table that the run put into the state beside what `restore` reads; {} where it did not."""
-    found = read_json(checkpoint / "state.json").get(key, {})
-    return {name: float(value) for name, value in found.items()}
+    return dict(read_json(checkpoint / "state.json").get(key, {}))
 
 
 def load_weights(checkpoint: Path, model: Any) -> None:
