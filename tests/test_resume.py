@@ -301,7 +301,7 @@ import json, subprocess, sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
 disk, file = Path({disk!r}), Path({file!r})
-subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2300k", "none", str(disk)], check=True)
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2000k", "none", str(disk)], check=True)
 print("mounted", flush=True)
 from samebit.cli import main
 from samebit.train import checkpoint
@@ -320,7 +320,7 @@ print(json.dumps([code, found and found.name, left, again, log]))
 def test_a_full_disk_stops_the_run_and_its_last_checkpoint_stands(
     file: Path, unbroken: Path, tmp_path: Path
 ):
-    """A real file system of 2.3 MB holds one checkpoint of 0.7 MB, not a second and 1 MB to spare."""
+    """A real file system of 2 MB: one checkpoint of 0.6 MB fits, a second with 1 MB to spare does not."""
     code = FULL.format(root=str(runs.ROOT), disk=str(tmp_path), file=str(file))
     process = runs.start(code, namespace=True)
     out, errors = process.communicate(timeout=120)

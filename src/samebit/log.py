@@ -68,8 +68,10 @@ class JsonLines:
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one record; NaN and infinities become strings, so every line is valid JSON."""
         text = json.dumps(_writable(record), ensure_ascii=False, allow_nan=False)
+        # Half of a surrogate pair has no UTF-8; as a JSON escape it survives.
+        line = text.encode(errors="backslashreplace") + b"\n"
         # One write of the whole line: a reader never sees half of it while the run is alive.
-        self._file.write(text.encode() + b"\n")
+        self._file.write(line)
         self._file.flush()
         os.fsync(self._file.fileno())
 
