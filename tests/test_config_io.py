@@ -92,6 +92,50 @@ def test_a_correction_by_name_replaces_the_whole_table(base: Path):
     assert load(base, both).rl.correction == {"name": "tis", "cap": 2.0, "level": "sequence"}
 
 
+@pytest.mark.parametrize(
+    ("file", "options", "left"),
+    [
+        ("clip_low = 0.1", {"epsilon": "0.3"}, {"epsilon": 0.3}),
+        ("clip_low = 0.1\nclip_high = 0.2", {"clip-ratio": "0.3"}, {"clip_ratio": 0.3}),
+        ("epsilon = 0.1", {"clip_low": "0.3"}, {"epsilon": 0.1, "clip_low": 0.3}),
+        ("epsilon = 0.1", {"eps_clip": "0.3"}, {"eps_clip": 0.3}),
+        (
+            "epsilon = 0.1",
+            {"clip_low": "0.3", "clip_high": "0.4"},
+            {"clip_low": 0.3, "clip_high": 0.4},
+        ),
+        ("beta = 0.1", {"kl_coefficient": "0.2"}, {"kl_coefficient": 0.2}),
+        ("clip_high = 0.1", {"clip_low": "0.3"}, {"clip_high": 0.1, "clip_low": 0.3}),
+    ],
+)
+def test_the_later_source_wins_under_whatever_name(
+    tmp_path: Path, file: str, options: dict[str, str], left: dict[str, float]
+):
+    path = tmp_path / "a.toml"
+    path.write_text(f'model = "m"\n[task]\nname = "t"\n[rl]\n{file}\n')
+    config = load(path, [(f"rl.{key}", text) for key, text in options.items()])
+    assert config.rl.options == left
+    # what the algorithm reads of it is what the option said
+    from samebit.rl.registry import load_algorithm
+
+    load_algorithm("grpo", config.rl.options)
+    assert loads(dump(config)) == config
+
+
+def test_the_later_source_wins_in_a_correction_and_is_refused_where_meaning_is_a_guess(
+    base: Path, tmp_path: Path
+):
+    found = load(base, [("rl.correction.tis_clip", "3.0")]).rl.correction
+    assert found == {"name": "tis", "tis_clip": 3.0}
+    path = tmp_path / "a.toml"
+    nested = 'name = "tis+mis"\ntis = { cap = 2.0 }'
+    path.write_text(f'model = "m"\n[task]\nname = "t"\n[rl.correction]\n{nested}\n')
+    found = load(path, [("rl.correction.tis.tis_clip", "3.0")]).rl.correction
+    assert found == {"name": "tis+mis", "tis": {"tis_clip": 3.0}}
+    with pytest.raises(ValueError, match=r"rl\.epsilon may be another name of rl\.clip_low"):
+        load(base, [("rl.algorithm", "mine.algorithm"), ("rl.epsilon", "0.3")])
+
+
 def test_spellings_of_other_tools(base: Path):
     names = [("rl.num_generations", "2"), ("rollout.max-new-tokens", "7"), ("train.lr", "1e-4")]
     config = load(base, names)

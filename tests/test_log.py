@@ -143,3 +143,18 @@ def test_progress_off_a_terminal_is_plain_lines(monkeypatch: pytest.MonkeyPatch)
     quiet.note("never")
     assert "never" not in stream.getvalue()
     assert [format_seconds(s) for s in (42, 185, 7620)] == ["42s", "3m05s", "2h07m"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a\u2028b", "a\u2029b", "a\u0085b", "\U0001f600", "half \ud83d of a pair", "a\r\nb\x00"],
+)
+def test_any_text_is_one_record_and_comes_back(tmp_path: Path, text: str):
+    file = JsonLines(tmp_path / "a.jsonl")
+    file.append({"step": 1, "completion": text})
+    file.append({"step": 2, "completion": "next"})
+    file.close()
+    data = (tmp_path / "a.jsonl").read_bytes()
+    assert data.count(b"\n") == 2
+    data.decode("utf-8")
+    assert [r["completion"] for r in read_json_lines(tmp_path / "a.jsonl")] == [text, "next"]

@@ -29,6 +29,10 @@ class RunConfig:
     """How many of the newest checkpoints to keep."""
     save_samples: int = 8
     """Completions written to samples.jsonl each step."""
+    on_mismatch: Literal["stop", "warn"] = "stop"
+    """Where a unified recipe's log-probs differ in a bit: stop before the update, or say so once."""
+    max_skipped_steps: int = 3
+    """Steps in a row with a loss or gradient that is not finite before the run stops; 0 never."""
 
 
 @dataclass(frozen=True, kw_only=True)

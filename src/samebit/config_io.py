@@ -20,36 +20,13 @@ from typing import Any, Literal
 from samebit.config import Config
 from samebit.config_checks import check_config
 from samebit.config_dump import dump
+from samebit.option_aliases import KEY_ALIASES as ALIASES
+from samebit.option_aliases import OPTION_ALIASES
 
 __all__ = ["dump", "known_keys", "load", "loads", "nearest_key"]
 
 SHORTCUTS = {"steps": "train.steps", "out": "run.out"}
 """Command-line names that stand for a dotted key."""
-
-ALIASES = {
-    "rl": {
-        "num_generations": "group_size",
-        "num_generations_per_prompt": "group_size",
-        "n_samples_per_prompt": "group_size",
-        "num_prompts_per_step": "prompts_per_step",
-        "rollout_batch_size": "prompts_per_step",
-    },
-    "rollout": {
-        "max_new_tokens": "max_tokens",
-        "max_completion_length": "max_tokens",
-        "max_response_length": "max_tokens",
-        "max_response_len": "max_tokens",
-        "stop_token_ids": "stop_ids",
-        "max_num_seqs": "max_batch",
-    },
-    "train": {
-        "lr": "learning_rate",
-        "max_steps": "steps",
-        "lr_scheduler_type": "schedule",
-        "grad_clip": "max_grad_norm",
-    },
-}
-"""Other tools' spellings of our keys, by section, where they mean the same thing."""
 
 _OPEN = {"task": "options", "rl": "options"}
 """Sections whose remaining keys go into a table of their own."""
@@ -85,7 +62,7 @@ def load(path: str | Path | None, overrides: Sequence[tuple[str, str]] = ()) -> 
     """
     origin = "command line" if path is None else str(path)
     table = _canonical({} if path is None else _read(Path(path)), origin)
-    merged = _merge(table, _override_table(overrides))
+    merged = _merged_under(table, _override_table(overrides))
     config = _build(Config, merged, "", origin)
     check_config(config, origin)
     return config
@@ -199,6 +176,45 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict) and not isinstance(value, _Whole) and isinstance(held, dict):
             value = _merge(held, value)
         result[key] = value
+    return result
+
+
+def _merged_under(table: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """The file's table under the options; a later source wins under whatever name either uses."""
+    rl, rl_over = table.get("rl"), over.get("rl")
+    if isinstance(rl, dict) and isinstance(rl_over, dict):
+        algorithm = _plain(rl_over.get("algorithm", rl.get("algorithm", "")))
+        rl = _without_overruled(rl, rl_over, "rl", "." in str(algorithm))
+        held, given = rl.get("correction"), rl_over.get("correction")
+        if isinstance(held, dict) and isinstance(given, dict) and not isinstance(given, _Whole):
+            name = str(_plain(given.get("name", held.get("name", ""))))
+            rl["correction"] = _without_overruled(held, given, "rl.correction", "." in name)
+        table = table | {"rl": rl}
+    return _merge(table, over)
+
+
+def _without_overruled(
+    base: Mapping[str, Any], over: Mapping[str, Any], where: str, foreign: bool
+) -> dict[str, Any]:
+    """`base` without the keys all of whose settings an option sets under another name.
+
+    foreign: the keys are those of a module outside the package, where equal meaning is a guess.
+    """
+    result = dict(base)
+    setters = {ours: key for key in over for ours in OPTION_ALIASES.get(key, (key,))}
+    for key, value in base.items():
+        targets = OPTION_ALIASES.get(key, (key,))
+        if isinstance(value, dict):
+            inner = over.get(key)
+            if isinstance(inner, dict):
+                result[key] = _without_overruled(value, inner, f"{where}.{key}", foreign)
+        elif key not in over and all(target in setters for target in targets):
+            if foreign:
+                raise ValueError(
+                    f"command line: --{where}.{setters[targets[0]]} may be another name of "
+                    f"{where}.{key}, which the file sets; keep one"
+                )
+            del result[key]
     return result
 
 

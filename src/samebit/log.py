@@ -63,13 +63,15 @@ class JsonLines:
                 lines.append(line + b"\n")
         after = b"".join(lines)
         if after != before:
-            _replace(self.path, after)
+            replace_file(self.path, after)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one record; NaN and infinities become strings, so every line is valid JSON."""
         text = json.dumps(_writable(record), ensure_ascii=False, allow_nan=False)
+        # Half of a surrogate pair has no UTF-8; as a JSON escape it survives.
+        line = text.encode(errors="backslashreplace") + b"\n"
         # One write of the whole line: a reader never sees half of it while the run is alive.
-        self._file.write(text.encode() + b"\n")
+        self._file.write(line)
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -97,8 +99,8 @@ def _records(path: Path, data: bytes) -> Iterator[tuple[bytes, dict[str, Any]]]:
         yield line, record
 
 
-def _replace(path: Path, data: bytes) -> None:
-    """The whole new content or the whole old one, whatever happens in between."""
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file: the whole new content or the whole old one, whatever happens in between."""
     temporary = path.with_name(f".{path.name}.partial")
     with open(temporary, "wb") as file:
         file.write(data)
@@ -117,14 +119,14 @@ class MetricsLog:
     """Metrics of a run: metrics.jsonl, samples.jsonl, and TensorBoard events in tb/.
 
     resumed_step: the step of the checkpoint the run continues from; later records are dropped, at 0
-    all of them.
+    all of them. pending: that step's own metrics are still to be written.
     """
 
-    def __init__(self, folder: str | Path, resumed_step: int = 0) -> None:
+    def __init__(self, folder: str | Path, resumed_step: int = 0, pending: bool = False) -> None:
         folder = Path(folder)
         # a run at step 0 writes its step-0 evaluation (again)
         keep_through = resumed_step if resumed_step > 0 else -1
-        self._metrics = JsonLines(folder / "metrics.jsonl", keep_through)
+        self._metrics = JsonLines(folder / "metrics.jsonl", keep_through - pending)
         self._samples = JsonLines(folder / "samples.jsonl", keep_through)
         from torch.utils.tensorboard.writer import SummaryWriter
 

@@ -16,10 +16,15 @@ from typing import Any
 
 import torch
 
+from samebit.bundle import pinned_checkpoints
+from samebit.clock import Clock
 from samebit.config import Config
 from samebit.config_dump import dump
 from samebit.engine.api import load_engine
-from samebit.log import MetricsLog
+from samebit.errors import RunLeft, RunStopped
+from samebit.lock import FolderLock
+from samebit.log import MetricsLog, replace_file
+from samebit.models.decoder import Decoder
 from samebit.models.load import load_model
 from samebit.models.source import resolve as resolve_model
 from samebit.models.tokenizer import Tokenizer
@@ -29,12 +34,14 @@ from samebit.quant.plan import load_recipe
 from samebit.reporter import Reporter
 from samebit.rl.checks import check_pair
 from samebit.rl.registry import load_algorithm, load_correction
+from samebit.signals import Signals
 from samebit.tasks.api import load_task
 from samebit.train import checkpoint
 from samebit.train.checkpoint import Progress
 from samebit.train.invariant import apply_invariant_scale
 from samebit.train.step import Trainer
-from samebit.types import Group, Prompt, Sampling
+from samebit.types import Group, Prompt, Sample, Sampling
+from samebit.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -48,56 +55,59 @@ class Run:
     def __init__(self, config: Config, resume: bool, report: Reporter):
         self.config, self.report = config, report
         self.folder = Path(config.run.out)
-        checks = _Checks(config)
+        checks = Checks(config)
         self.task, self.sampling = checks.task, checks.sampling
-        self._claim_folder(resume)
+        self._refuse_used_folder(resume)
         set_threads(config)
         model_folder = resolve_model(config.model)
         self.model = load_model(model_folder, checks.recipe, choose_device(config))
         self._check_plan(resume)
-        if config.train.invariant_scale != 1.0:
-            apply_invariant_scale(self.model, config.train.invariant_scale)
-            self.model.refresh()
+        scale_at_start(self.model, config)
         self.tokenizer = Tokenizer(model_folder, self.model.config)
         self.task.bind(self.tokenizer)
-        self.trainer = self._build_trainer(checks, model_folder)
+        self.trainer = build_trainer(self.model, config, checks, model_folder)
         self.engine = load_engine(config.rollout.engine)(
             self.model, config.rollout, self.tokenizer, config.seed
         )
         self.progress = Progress()
+        """The last finished step; weights and optimiser are those of its end outside an update."""
+        self.pending: dict[str, float] = {}
+        """Metrics of the last finished step while its evaluation is not done."""
+        self.signals = Signals()
         if resume:
             self._resume()
-        self.metrics_log = MetricsLog(self.folder, self.progress.step)
+        self.watchdog = Watchdog(config, self.trainer, self.save, report.note)
+        self._record_config(resume)
+        self.metrics_log = MetricsLog(self.folder, self.progress.step, bool(self.pending))
 
-    def _claim_folder(self, resume: bool) -> None:
-        used = (self.folder / "metrics.jsonl").exists()
+    def _refuse_used_folder(self, resume: bool) -> None:
+        used = any((self.folder / name).exists() for name in ("metrics.jsonl", "checkpoints"))
         if used and not resume:
             raise ValueError(
                 f"{self.folder} already holds a run: continue it with --resume, or choose another "
                 "folder with --out"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.toml").write_text(dump(self.config), encoding="utf-8")
+        if resume:
+            checkpoint.sweep(self.folder / "checkpoints")
+
+    def _record_config(self, resume: bool) -> None:
+        """Write config.toml once nothing can be refused any more; say what a resumed run changes."""
+        path, text = self.folder / "config.toml", dump(self.config)
+        if resume and path.exists():
+            before = set(path.read_text(encoding="utf-8").splitlines())
+            changed = [line for line in text.splitlines() if line and line not in before]
+            if changed:
+                self.report.note(f"resumed with another configuration: {'; '.join(changed)}")
+        replace_file(path, text.encode())
 
     def _check_plan(self, resume: bool) -> None:
         plan, path = self.model.plan, self.folder / "plan.json"
         if resume and path.exists():
             plan.require_same(json.loads(path.read_text())["digest"], f"run {self.folder}")
         content = {"digest": plan.digest, "unified": plan.unified} | plan.to_dict()
-        path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        replace_file(path, json.dumps(content, indent=1).encode())
         self.report.note(plan.describe())
-
-    def _build_trainer(self, checks: _Checks, folder: Path) -> Trainer:
-        needs = checks.algorithm.needs | checks.correction.needs
-        device = self.model.device
-        reference = shadow = None
-        if "reference" in needs:
-            reference = load_model(folder, checks.recipe, device)
-        if "shadow" in needs:
-            shadow = load_model(folder, load_recipe("bf16"), device)
-        return Trainer(
-            self.model, self.config, checks.algorithm, checks.correction, reference, shadow
-        )
 
     @property
     def about(self) -> dict[str, Any]:
@@ -114,71 +124,104 @@ class Run:
             self.report.note("no complete checkpoint to resume from: starting at step 0")
             return
         self.progress = checkpoint.restore(found, self.trainer, self.about)
+        self.pending = checkpoint.extra(found, "pending")
         self.report.note(f"resumed from {found}")
 
     def train(self) -> None:
-        """Run to config.train.steps, evaluating and saving on the way."""
+        """Run to config.train.steps, evaluating and saving on the way; RunLeft on a signal."""
+        with self.signals:
+            try:
+                self._train()
+            except RunLeft as left:
+                if self.progress.step or self.pending:
+                    with self.signals.shield():
+                        self.report.note(f"{left}: {self.save()} holds step {self.progress.step}")
+                raise
+
+    def _train(self) -> None:
         config = self.config
         if self.progress.step == 0 and config.eval.every:
             self.metrics_log.write(0, self.evaluate())
+        if self.pending:
+            self._finish_step()
         while self.progress.step < config.train.steps:
-            metrics = self.one_step()
-            step = self.progress.step
-            last = step == config.train.steps
-            if config.eval.every and (last or step % config.eval.every == 0):
-                metrics |= self.evaluate()
+            self.signals.leave_if_asked()
+            self.pending = self.one_step()
+            self._finish_step()
+
+    def _finish_step(self) -> None:
+        """Evaluate where due, write the step's metrics, save where due."""
+        config, step, metrics = self.config, self.progress.step, self.pending
+        try:
+            self.watchdog.after_step(metrics)
+        except RunStopped:
             self.metrics_log.write(step, metrics)
+            raise
+        last = step == config.train.steps
+        if config.eval.every and (last or step % config.eval.every == 0):
+            metrics = metrics | self.evaluate()
+        with self.signals.shield():
+            self.metrics_log.write(step, metrics)
+            self.pending = {}
             self.report.step(step, config.train.steps, metrics)
             if last or (config.run.save_every and step % config.run.save_every == 0):
                 self.save()
 
     def save(self) -> Path:
-        """Write a checkpoint of the present step."""
-        keep = self.config.run.keep_checkpoints
-        folder = self.folder / "checkpoints"
-        return checkpoint.save(folder, self.trainer, self.progress, keep, self.about)
+        """Write a checkpoint of the last finished step."""
+        return checkpoint.save(
+            self.folder / "checkpoints",
+            self.trainer,
+            self.progress,
+            self.config.run.keep_checkpoints,
+            self.about | ({"pending": self.pending} if self.pending else {}),
+            pinned_checkpoints(self.folder),
+        )
 
     def one_step(self) -> dict[str, float]:
         """One rollout and the updates on it; advances `progress`."""
-        clock = _Clock()
-        groups, metrics = self._collect(clock)
-        if groups:
-            with clock("train"):
-                metrics |= self.trainer.step(groups)
-            with clock("refresh"):
-                self.engine.refresh()
-        self.progress = dataclasses.replace(self.progress, step=self.progress.step + 1)
+        clock = Clock()
+        self.watchdog.step = self.progress.step + 1
+        groups, metrics, progress = self._collect(clock)
+        with self.signals.shield():
+            if groups:
+                with clock("train"):
+                    metrics |= self.trainer.step(groups)
+                with clock("refresh"):
+                    self.engine.refresh()
+            self.progress = dataclasses.replace(progress, step=progress.step + 1)
+            self.pending = metrics
         metrics |= clock.metrics()
         tokens = metrics["rollout/tokens"]
         metrics["perf/rollout_tokens_per_s"] = tokens / max(1e-9, metrics["time/rollout_s"])
         metrics["perf/step_tokens_per_s"] = tokens / max(1e-9, metrics["time/step_s"])
         return metrics
 
-    def _collect(self, clock: _Clock) -> tuple[list[Group], dict[str, float]]:
+    def _collect(self, clock: Clock) -> tuple[list[Group], dict[str, float], Progress]:
         """Sample until the algorithm's selection fills a step, at most its number of rounds."""
-        config, wanted = self.config, self.config.rl.prompts_per_step
+        config, wanted, progress = self.config, self.config.rl.prompts_per_step, self.progress
         kept: list[Group] = []
         seen: list[Group] = []
         for _ in range(self.trainer.algorithm.max_sampling_rounds):
-            start = self.progress.next_prompt
+            start = progress.next_prompt
             prompts = self.task.prompts("train", start, wanted)
             with clock("rollout"):
                 groups = self.engine.generate(
                     prompts,
                     config.rl.group_size,
                     self.sampling,
-                    self.progress.next_sample,
+                    progress.next_sample,
                     self.report.progress("rollout"),
                 )
-            self.progress = dataclasses.replace(
-                self.progress,
+            progress = dataclasses.replace(
+                progress,
                 next_prompt=start + wanted,
-                next_sample=self.progress.next_sample + wanted * config.rl.group_size,
+                next_sample=progress.next_sample + wanted * config.rl.group_size,
             )
             with clock("reward"):
                 groups = self.grade(groups)
             seen += groups
-            selection = self.trainer.algorithm.select(groups)
+            selection = self.trainer.algorithm.select(without_empty(groups))
             kept += selection.groups
             if len(kept) >= wanted:
                 break
@@ -186,15 +229,18 @@ class Run:
             if len(kept) < wanted:
                 self.report.note(f"{selection.describe()}; training on {len(kept)} groups")
         self.metrics_log.samples(self.progress.step + 1, seen, config.run.save_samples)
-        return kept[:wanted], rollout_metrics(seen) | self.task.stats.metrics(reset=True)
+        metrics = rollout_metrics(seen) | self.task.stats.metrics(reset=True)
+        return kept[:wanted], metrics, progress
 
     def grade(self, groups: Sequence[Group]) -> list[Group]:
-        """Rewards for every sample; None is no verdict."""
-        prompts = [g.prompt for g in groups for _ in g.samples]
-        texts = [s.text for g in groups for s in g.samples]
-        rewards = iter(self.task.reward(prompts, texts))
+        """Rewards for every sample; None is no verdict, as for a sample that the engine gave up."""
+        whole = [(g.prompt, s.text) for g in groups for s in g.samples if not aborted(s)]
+        found = iter(self.task.reward([p for p, _ in whole], [t for _, t in whole]))
         return [
-            dataclasses.replace(g, rewards=tuple(next(rewards) for _ in g.samples)) for g in groups
+            dataclasses.replace(
+                g, rewards=tuple(None if aborted(s) else next(found) for s in g.samples)
+            )
+            for g in groups
         ]
 
     def evaluate(self) -> dict[str, float]:
@@ -227,7 +273,7 @@ class Run:
         self.metrics_log.close()
 
 
-class _Checks:
+class Checks:
     """Everything that can be refused before the model is loaded."""
 
     def __init__(self, config: Config):
@@ -257,33 +303,6 @@ class _Checks:
         self.task = load_task(config.task.name, config.task.options)
 
 
-class _Clock:
-    """Seconds by phase, summed within a step."""
-
-    def __init__(self) -> None:
-        self.started = time.perf_counter()
-        self.phases: dict[str, float] = {}
-        self._open: tuple[str, float] | None = None
-
-    def __call__(self, phase: str) -> _Clock:
-        self._open = (phase, time.perf_counter())
-        return self
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *error: object) -> None:
-        assert self._open is not None
-        phase, started = self._open
-        self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - started
-
-    def metrics(self) -> dict[str, float]:
-        """time/<phase>_s and time/step_s."""
-        out = {f"time/{phase}_s": seconds for phase, seconds in self.phases.items()}
-        out["time/step_s"] = time.perf_counter() - self.started
-        return out
-
-
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """reward/ and rollout/ numbers of a step's samples."""
     samples = [s for g in groups for s in g.samples]
@@ -294,11 +313,29 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/length_mean": sum(lengths) / len(lengths),
         "rollout/length_max": float(max(lengths)),
         "rollout/truncated_share": sum(s.truncated for s in samples) / len(samples),
+        "rollout/aborted_count": float(sum(aborted(s) for s in samples)),
+        "rollout/empty_count": float(lengths.count(0)),
     }
     if rewards:
         out["reward/mean"] = sum(rewards) / len(rewards)
         out["reward/max"], out["reward/min"] = max(rewards), min(rewards)
     return out
+
+
+def aborted(sample: Sample) -> bool:
+    """Whether the engine gave a sample up: no fault of the policy, so no verdict."""
+    return sample.finish_reason == "abort" or not sample.ids
+
+
+def without_empty(groups: Sequence[Group]) -> list[Group]:
+    """Samples without a token left out (nothing of them can be trained on), then empty groups."""
+    kept = []
+    for group in groups:
+        pairs = [(s, r) for s, r in zip(group.samples, group.rewards, strict=True) if s.ids]
+        if pairs:
+            samples, rewards = zip(*pairs, strict=True)
+            kept.append(Group(group.prompt, samples, rewards))
+    return kept
 
 
 def held_out(task: Any, limit: int) -> list[Prompt]:
@@ -320,10 +357,32 @@ def set_threads(config: Config) -> None:
         torch.set_num_threads(config.run.threads)
 
 
+def scale_at_start(model: Decoder, config: Config) -> None:
+    """Apply train.invariant_scale to a freshly loaded model."""
+    if config.train.invariant_scale != 1.0:
+        apply_invariant_scale(model, config.train.invariant_scale)
+        model.refresh()
+
+
+def build_trainer(model: Decoder, config: Config, checks: Checks, folder: Path) -> Trainer:
+    """The trainer with whatever else its algorithm and correction need; folder: of the first policy."""
+    needs = checks.algorithm.needs | checks.correction.needs
+    reference = shadow = None
+    if "reference" in needs:
+        reference = load_model(folder, checks.recipe, model.device)
+    if "shadow" in needs:
+        shadow = load_model(folder, load_recipe("bf16"), model.device)
+    return Trainer(model, config, checks.algorithm, checks.correction, reference, shadow)
+
+
 def train(config: Config, resume: bool, report: Reporter) -> None:
-    """Run `config` from the start, or from its newest complete checkpoint."""
-    run = Run(config, resume, report)
-    try:
-        run.train()
-    finally:
-        run.close()
+    """Run `config` from the start, or from its newest complete checkpoint.
+
+    RunStopped where the watchdog ended it, RunLeft where a signal did.
+    """
+    with FolderLock(config.run.out):
+        run = Run(config, resume, report)
+        try:
+            run.train()
+        finally:
+            run.close()

@@ -23,7 +23,8 @@ Token = tuple[int, int]
 """(sequence, position)."""
 
 PAGE_SIZE = 16
-_GREEDY = Transform(1.0, 0, 1.0)
+PLAIN = Transform(1.0, 0, 1.0)
+"""The model's own distribution: temperature 1, nothing cut off."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,11 @@ def _tokens(sequences: Sequence[Sequence[int]]) -> tuple[Token, ...]:
 
 @torch.no_grad()
 def training_side(
-    model: Decoder, sequences: Sequence[Sequence[int]], digests: bool = True, side: str = "train"
+    model: Decoder,
+    sequences: Sequence[Sequence[int]],
+    digests: bool = True,
+    side: str = "train",
+    transform: Transform = PLAIN,
 ) -> Trace:
     """The packed forward over token ids of whole sequences."""
     starts = [sum(len(ids) for ids in sequences[:i]) for i in range(len(sequences))]
@@ -99,7 +104,7 @@ def training_side(
     tap = recorder.tap(tokens) if digests else None
     flat = torch.tensor([t for ids in sequences for t in ids]).to(model.device)
     hidden = model(flat, PackedLayout(segments, model.device), side, tap=tap)
-    return _finished(model, hidden, sequences, recorder, tap)
+    return _finished(model, hidden, sequences, recorder, tap, transform)
 
 
 @torch.no_grad()
@@ -109,6 +114,7 @@ def rollout_side(
     chunk: int = 1,
     digests: bool = True,
     between: Callable[[int, KVStore], None] | None = None,
+    transform: Transform = PLAIN,
 ) -> Trace:
     """Every sequence through a paged cache, `chunk` tokens of each a forward (1: decode).
 
@@ -140,7 +146,8 @@ def rollout_side(
             between(number, cache)
     tokens = _tokens(sequences)
     hidden = torch.stack([parts[token] for token in tokens])
-    return _finished(model, hidden, sequences, recorder, recorder.tap(tokens) if digests else None)
+    tap = recorder.tap(tokens) if digests else None
+    return _finished(model, hidden, sequences, recorder, tap, transform)
 
 
 def _scattered_pages(pages: Sequence[int]) -> torch.Tensor:
@@ -160,8 +167,9 @@ def _finished(
     sequences: Sequence[Sequence[int]],
     recorder: Recorder,
     tap: Callable[[str, torch.Tensor], None] | None,
+    transform: Transform,
 ) -> Trace:
-    logp, _ = model.log_prob(hidden, _successors(sequences).to(model.device), _GREEDY)
+    logp, _ = model.log_prob(hidden, _successors(sequences).to(model.device), transform)
     if tap is not None:
         tap("norm_final", hidden)
         tap("log_prob", logp[:, None])

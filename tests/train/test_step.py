@@ -54,7 +54,7 @@ def test_mismatch_is_zero_on_every_token_of_several_steps(folder, recipe):
     before = masters(trainer)
     for step in range(2):
         metrics = trainer.step(rollout(trainer.model, first_id=100 * step))
-        assert metrics["mismatch/tokens"] == 29
+        assert metrics["mismatch/tokens"] == 30
         assert metrics["mismatch/tokens_differing"] == 0
         assert metrics["mismatch/logp_abs_max"] == 0.0
         assert metrics["rl/ratio_max"] == 1.0
@@ -152,7 +152,7 @@ def test_stale_tokens_are_counted_apart(folder):
     groups[0] = dataclasses.replace(groups[0], samples=(stale, *groups[0].samples[1:]))
     metrics = trainer.step(groups)
     assert metrics["mismatch/stale_tokens"] == len(sample.ids)
-    assert metrics["mismatch/tokens"] == 29 - len(sample.ids)
+    assert metrics["mismatch/tokens"] == 30 - len(sample.ids)
 
 
 def test_ppo_trains_its_value_head(folder):
@@ -187,7 +187,7 @@ def test_a_mixed_recipe_s_old_policy_is_the_training_forward_at_the_old_weights(
 def test_a_pack_feeds_a_prompt_once_and_predicts_every_token(folder):
     groups = rollout(build(folder, "bf16").model)
     (batch,) = pack_part(groups, range(len(groups)), 4096, torch.device("cpu"))
-    assert len(batch.ids) == sum(len(g.prompt.ids) for g in groups) + 29 - 12
+    assert len(batch.ids) == sum(len(g.prompt.ids) for g in groups) + 30 - 12
     ids = batch.ids.tolist()
     place = 0
     for group in groups:

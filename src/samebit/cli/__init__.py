@@ -6,7 +6,11 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; its exit code: 0, 1 (failed), 2 (user error) or 130 (Ctrl-C)."""
+    """Run the command line; its exit code.
+
+    0 done, 1 failed, 2 error of the user, 3 the watchdog stopped the run, 130 and 143: left on SIGINT or
+    SIGTERM.
+    """
     from samebit.cli.dispatch import run_command
 
     return run_command(argv)

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Sequence
 
 import samebit
+from samebit.errors import RunLeft, RunStopped
 
 COMMANDS = {
     "train": "train a policy from a TOML file",
@@ -19,10 +20,12 @@ COMMANDS = {
     "report": "one self-contained HTML page of one or several runs",
     "flow": "show a recipe's precision flow, or what differs between two",
     "check": "what this machine can do, and the parity chain on it",
+    "replay": "run the step that a stopped run left in repro/step_N again, and compare",
     "trace": "digests of every operator on both sides; names the first that differs",
 }
 
 USER_ERROR = 2
+STOPPED = 3
 
 
 def usage() -> str:
@@ -69,6 +72,11 @@ def _guarded(name: str, args: list[str], debug: bool) -> int:
 
         setup_logging(debug)
         return importlib.import_module(f"samebit.cli.{name}").run(args)
+    except RunLeft as left:
+        print(f"samebit {name}: {left}; continue with --resume", file=sys.stderr)
+        return left.exit_code
+    except RunStopped as stopped:
+        return _failed(name, str(stopped), STOPPED, debug)
     except KeyboardInterrupt:
         print(f"\nsamebit {name}: interrupted", file=sys.stderr)
         return 130

@@ -103,7 +103,8 @@ class Block(nn.Module):
         c, ops = self.config, self.ops
         q, k, v = self.qkv(h, call.side, call.token_groups)
         q, k, v = (x.unflatten(1, (-1, c.head_dim)) for x in (q, k, v))
-        self._tap(call, "qkv", q)
+        if call.tap is not None:
+            self._tap(call, "qkv", torch.cat((q, k, v), 1))
         if self.query_norm is not None and self.key_norm is not None:
             q = rms_norm(q, self.query_norm, c.rms_eps, ops)
             k = rms_norm(k, self.key_norm, c.rms_eps, ops)

@@ -13,31 +13,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from samebit.option_aliases import OPTION_ALIASES as ALIASES
 from samebit.rl.api import Algorithm, Correction
-
-ALIASES: dict[str, tuple[str, ...]] = {
-    "epsilon": ("clip_low", "clip_high"),
-    "clip_ratio": ("clip_low", "clip_high"),
-    "eps_clip": ("clip_low", "clip_high"),
-    "clip_ratio_low": ("clip_low",),
-    "clip_ratio_high": ("clip_high",),
-    "epsilon_high": ("clip_high",),
-    "eps_clip_high": ("clip_high",),
-    "clip_ratio_c": ("dual_clip",),
-    "eps_clip_c": ("dual_clip",),
-    "delta": ("dual_clip",),
-    "beta": ("kl_coefficient",),
-    "kl_loss_coef": ("kl_coefficient",),
-    "entropy_coeff": ("entropy_coefficient",),
-    "entropy_coef": ("entropy_coefficient",),
-    "loss_agg_mode": ("averaging",),
-    "rollout_is_threshold": ("cap",),
-    "tis_clip": ("cap",),
-    "truncated_importance_sampling_ratio": ("cap",),
-    "vllm_importance_sampling_clip_max": ("cap",),
-    "rollout_is": ("level",),
-}
-"""Other tools' keys and ours. One that sets two of ours yields to one that sets a single one."""
 
 
 def list_names(package: str, class_name: str) -> list[str]:

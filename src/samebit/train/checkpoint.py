@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,17 @@ def _optimizer_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def save(folder: Path, trainer: Trainer, progress: Progress, keep: int, about: dict) -> Path:
+def save(
+    folder: Path,
+    trainer: Trainer,
+    progress: Progress,
+    keep: int,
+    about: Mapping[str, Any],
+    pinned: Collection[str] = (),
+) -> Path:
     """Write checkpoint `progress.step` under `folder`, then drop all but the newest `keep`.
+
+    pinned: names of checkpoints that are not dropped.
 
     An unreadable folder of the same step is replaced. OSError (disk full) leaves the previous
     checkpoints as they were.
@@ -67,7 +76,7 @@ def save(folder: Path, trainer: Trainer, progress: Progress, keep: int, about: d
     if target.exists():
         if problem_of(target) is None:
             return target
-        shutil.rmtree(target)
+        _drop(target)
     masters = named_masters(trainer.model)
     optimizer = _optimizer_tensors(trainer)
     size = sum(t.numel() * t.element_size() for t in (*masters.values(), *optimizer.values()))
@@ -91,8 +100,27 @@ def save(folder: Path, trainer: Trainer, progress: Progress, keep: int, about: d
         digests["state.json"] = write_json(work / "state.json", state)
         write_json(work / MANIFEST, {"files": digests, "step": progress.step})
     for old in _steps(folder)[:-keep] if keep > 0 else []:
-        shutil.rmtree(old)
+        if old.name not in pinned:
+            _drop(old)
     return target
+
+
+def _drop(checkpoint: Path) -> None:
+    """Remove a checkpoint: its name goes first, so a kill in between leaves no half of it."""
+    doomed = checkpoint.with_name(f".{checkpoint.name}.dropped")
+    shutil.rmtree(doomed, ignore_errors=True)
+    checkpoint.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def sweep(folder: Path) -> int:
+    """Remove what a killed run left unfinished (temporaries, half-dropped ones); how many."""
+    if not folder.is_dir():
+        return 0
+    left = [p for p in folder.iterdir() if p.name.startswith(".step_")]
+    for path in left:
+        shutil.rmtree(path)
+    return len(left)
 
 
 def _steps(folder: Path) -> list[Path]:
@@ -121,6 +149,11 @@ def newest(folder: Path) -> Path | None:
             return path
         log.warning("%s is passed over: %s", path, problem)
     return None
+
+
+def extra(checkpoint: Path, key: str) -> dict[str, Any]:
+    """A table that the run put into the state beside what `restore` reads; {} where it did not."""
+    return dict(read_json(checkpoint / "state.json").get(key, {}))
 
 
 def load_weights(checkpoint: Path, model: Any) -> None:
@@ -155,14 +188,21 @@ def restore(checkpoint: Path, trainer: Trainer, about: Mapping[str, Any]) -> Pro
             trainer.optimizer.state[parameter] = {
                 key: _placed(key, reader.read(f"{name}.{key}"), parameter) for key in keys
             }
+    trainer_state(checkpoint, trainer)
+    return Progress(**state["progress"])
+
+
+def trainer_state(checkpoint: Path, trainer: Trainer) -> None:
+    """Restore the trainer's counters, its correction and its value head."""
+    state = read_json(checkpoint / "state.json")
     if trainer.value is not None:
+        reader = CheckpointReader(checkpoint / "optimizer")
         with torch.no_grad():
             for n, p in trainer.value.named_parameters():
                 p.copy_(reader.read(f"value_head.{n}"))
     trainer.steps, trainer.updates = state["steps"], state["updates"]
     trainer.skipped = state["skipped"]
     trainer.correction = trainer.correction.with_state(state["correction"])
-    return Progress(**state["progress"])
 
 
 def _placed(key: str, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

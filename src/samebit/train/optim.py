@@ -85,6 +85,16 @@ def finite_norm(parameters: Iterator[nn.Parameter] | list[nn.Parameter]) -> floa
     return float(total.sqrt())
 
 
+def nonfinite_roles(parameters: dict[str, nn.Parameter]) -> tuple[str, ...]:
+    """Roles with a gradient that is not finite, sorted."""
+    found = {
+        parameter_role(name)
+        for name, parameter in parameters.items()
+        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
+    }
+    return tuple(sorted(found))
+
+
 def clip_gradients(parameters: list[nn.Parameter], norm: float, limit: float) -> None:
     """Scale gradients so that their norm is at most `limit` (0: never)."""
     if limit > 0 and norm > limit:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -21,6 +21,7 @@ from samebit.train.optim import (
     clip_gradients,
     finite_norm,
     learning_rate,
+    nonfinite_roles,
     set_learning_rates,
     trainable,
 )
@@ -36,6 +37,12 @@ class Rollout:
     def __init__(self, groups: Sequence[Group], scores: Scores, advantages: Advantages):
         self.groups, self.scores, self.advantages = groups, scores, advantages
         self.metrics = Metrics(advantages.metrics)
+        self.observed: list[torch.Tensor] = []
+        """Log-probs of the forwards that were compared with the sampler's, batch by batch."""
+
+    def trainer_logp(self) -> torch.Tensor:
+        """FP32 [completion tokens] on the CPU, in rollout order."""
+        return torch.cat(self.observed).cpu()
 
     def merge(self, found: Metrics) -> None:
         """Add a micro-batch's metrics."""
@@ -81,6 +88,11 @@ class Trainer:
         """Optimiser steps taken or skipped so far."""
         self.skipped = 0
         """Optimiser steps skipped because a gradient was not finite."""
+        self.nonfinite_roles: tuple[str, ...] = ()
+        """Roles of the parameters whose gradients were not finite in the last skipped update."""
+        self.before_update: Callable[[Rollout], None] | None = None
+        """Called once a step, when log-probs are known and no weight has moved; may raise."""
+        self._correction_before = correction
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Every trained parameter by name."""
@@ -100,6 +112,7 @@ class Trainer:
         Mismatch is measured at the weights the tokens were drawn under, on the forward that is
         differentiated (on the scoring forward for tokens whose turn comes after an update).
         """
+        self._correction_before = self.correction
         rollout = self._prepare(groups)
         probe = UpdateProbe(self.model)
         parts = self._mini_batches(len(groups)) * self.config.rl.epochs
@@ -125,17 +138,20 @@ class Trainer:
         """Scores before the first update, and the advantages."""
         batches = self._pack(groups, range(len(groups)))
         scores, measured = self._scores(batches), Metrics()
+        observed: list[torch.Tensor] = []
         if self._scores_first:
             outputs = self.scorer.score(self.model, batches)
             if self.updates_per_step > 1:
                 for (logp, _, _), batch in zip(outputs, batches, strict=True):
                     measured = measured.merge(self._mismatch(logp, batch))
-            if scores.old is None:
-                scores.old = torch.cat([logp for logp, _, _ in outputs])
+                    observed.append(logp.detach())
+            scored = torch.cat([logp for logp, _, _ in outputs])
+            scores.old = scored if scores.old is None else _without_gaps(scores.old, scored)
             if self.value is not None:
                 scores.value = torch.cat([v for _, _, v in outputs if v is not None])
         rollout = Rollout(groups, scores, self._advantages(groups, scores))
         rollout.merge(measured)
+        rollout.observed = observed
         return rollout
 
     @property
@@ -229,7 +245,7 @@ class Trainer:
         assert advantage is not None
         return TokenBatch(
             logp_T=logp,
-            old_logp_T=logp.detach() if old is None else old,
+            old_logp_T=logp.detach() if old is None else _without_gaps(old, logp.detach()),
             rollout_logp_T=batch.rollout_logp,
             advantage_T=advantage,
             mask_T=rollout.mask(batch),
@@ -257,15 +273,24 @@ class Trainer:
                 remove()
             if self.updates_per_step == 1:
                 rollout.merge(self._mismatch(outputs[0], batch))
+                rollout.observed.append(outputs[0].detach())
             tokens = self._token_batch(rollout, batch, outputs)
             loss, found = self.algorithm.loss(tokens, normaliser, self.correction)
             rollout.merge(found)
             loss.backward()
+        if observe and self.before_update is not None:
+            self._look_before(rollout, self.before_update)
         numbers = self._optimise()
         for role, (saturated, flushed, count) in observed.items():
             numbers[f"quant/activation_saturated_share/{role}"] = saturated / count
             numbers[f"quant/activation_flushed_share/{role}"] = flushed / count
         return numbers
+
+    def _look_before(self, rollout: Rollout, look: Callable[[Rollout], None]) -> None:
+        """Call `look` with everything as it was when the step began, so that it may save that."""
+        current, self.correction = self.correction, self._correction_before
+        look(rollout)
+        self.correction = current
 
     def _normaliser(self, rollout: Rollout, batches: list[PackedBatch]) -> Normaliser:
         limit = self.config.rollout.max_tokens
@@ -293,6 +318,12 @@ class Trainer:
                 self.optimizer.step()
         else:
             self.skipped += 1
+            self.nonfinite_roles = nonfinite_roles(self.parameters())
         self.optimizer.zero_grad(set_to_none=True)
         self.model.refresh()
         return {"train/grad_norm": norm, "train/learning_rate": rate}
+
+
+def _without_gaps(old: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """`old` with the trainer's own log-prob where the sampler gave none (NaN): ratio 1 there."""
+    return torch.where(old.isnan(), own, old)

@@ -1,0 +1,19 @@
+"""Why a run ended before its last step, other than by an error of its user. Imports nothing."""
+
+from __future__ import annotations
+
+
+class RunStopped(Exception):  # noqa: N818 - an outcome, not an error
+    """The watchdog ended the run. The text is the diagnosis in one line; `bundle` its folder."""
+
+    def __init__(self, text: str, bundle: str = "") -> None:
+        super().__init__(text)
+        self.bundle = bundle
+
+
+class RunLeft(Exception):  # noqa: N818 - an outcome, not an error
+    """A signal asked the run to leave, and it did so in good order. exit_code: 128 + signal."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code

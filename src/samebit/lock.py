@@ -1,0 +1,55 @@
+"""One process at a time in a run's folder: a lock that dies with its owner, however that dies."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+
+FILE = "run.lock"
+
+
+class FolderLock:
+    """Holds `folder` (made if need be) while the `with` block runs.
+
+    The kernel drops the lock when the process ends, by `kill -9` too, so no stale lock is ever left;
+    the file stays, and says who held it last. ValueError when another run holds the folder.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> FolderLock:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.folder / FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(descriptor, 4096).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise ValueError(
+                f"{self.folder} is in use by a live run ({owner or 'starting'}): wait for it or "
+                "end it, or choose another folder with --out"
+            ) from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        about = {"pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(about).encode() + b"\n", 0)
+        self._descriptor = descriptor
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None

@@ -1,0 +1,77 @@
+"""SIGTERM and SIGINT as requests: the run leaves with a checkpoint, between two whole states.
+
+| signal | what happens | exit code |
+| --- | --- | --- |
+| SIGTERM | rollout, grading or evaluation in progress is dropped, an update is finished; checkpoint | 143 |
+| SIGINT | the step is finished; checkpoint | 130 |
+| a second one of either | the process leaves at once; the last checkpoint stands | 143, 130 |
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any
+
+from samebit.errors import RunLeft
+
+_SAID = {
+    signal.SIGINT: b"\nfinishing this step, then leaving with a checkpoint (again: leave now)\n",
+    signal.SIGTERM: b"\nSIGTERM: leaving with a checkpoint\n",
+}
+
+
+class Signals:
+    """Handlers for the time of a `with` block (main thread only; elsewhere nothing is installed)."""
+
+    def __init__(self) -> None:
+        self._asked: int | None = None
+        self._shields = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SAID:
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._asked is not None:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            raise RunLeft("left at once; the last checkpoint stands", 128 + number)
+        self._asked = number
+        # no lock may be taken in a handler, so the console's own writer is not used
+        os.write(2, _SAID[signal.Signals(number)])
+        if number == signal.SIGTERM and not self._shields:
+            raise RunLeft("left on SIGTERM", 128 + number)
+
+    @contextmanager
+    def shield(self) -> Iterator[None]:
+        """A block that a first SIGTERM does not interrupt; it leaves when the block has ended."""
+        self._shields += 1
+        try:
+            yield
+        finally:
+            self._shields -= 1
+        if self._asked == signal.SIGTERM and not self._shields:
+            raise RunLeft("left on SIGTERM", 128 + signal.SIGTERM)
+
+    def leave_if_asked(self) -> None:
+        """Called between steps: raises RunLeft when a signal has come."""
+        if self._asked is not None:
+            raise RunLeft(f"left on {signal.Signals(self._asked).name}", 128 + self._asked)

@@ -1,0 +1,169 @@
+"""The loop where a step has nothing, or not all, of what it expects."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from samebit.cli import main
+from samebit.log import Reporter
+from samebit.loop import Run, without_empty
+from samebit.types import Group, Prompt, Sample
+from tests import runs
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.make(tmp_path_factory.mktemp("loop"))
+
+
+def run_of(file: Path, out: Path, *overrides: tuple[str, str]) -> Run:
+    values = {"eval.every": "0", "train.weight_decay": "0.1", "train.steps": "2"}
+    values |= dict(overrides)
+    return Run(runs.config(file, out, *values.items()), False, Reporter(quiet=True))
+
+
+def masters(run: Run) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().clone() for p in run.model.parameters()])
+
+
+def records(run: Run) -> list[dict[str, Any]]:
+    run.train()
+    run.close()
+    return runs.read_json_lines(run.folder / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo"])
+def test_steps_without_any_verdict_move_nothing_and_are_counted(
+    file: Path, tmp_path: Path, algorithm: str
+):
+    run = run_of(file, tmp_path / "out", ("rl.algorithm", algorithm))
+    run.task.reward = lambda prompts, texts: [None] * len(texts)  # type: ignore[method-assign]
+    before = masters(run)
+    found = records(run)
+    assert torch.equal(masters(run), before), "decay included"
+    assert len(found) == 2 and all(np.isfinite(v) for r in found for v in r.values())
+    assert "reward/mean" not in found[0]
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_dynamic_sampling_ends_when_every_group_is_equal(file: Path, tmp_path: Path, value: float):
+    """All prompts too hard, or all solved: a bounded number of rounds, then a step that says so."""
+    said: list[str] = []
+    run = run_of(file, tmp_path / "out", ("rl.algorithm", "dapo"))
+    run.report.note = said.append  # type: ignore[method-assign]
+    run.task.reward = lambda prompts, texts: [value] * len(texts)  # type: ignore[method-assign]
+    before = masters(run)
+    rounds = run.trainer.algorithm.max_sampling_rounds
+    found = records(run)
+    assert torch.equal(masters(run), before)
+    assert run.progress.next_prompt == 2 * 2 * rounds and len(found) == 2
+    assert any("equal rewards" in line and "training on 0 groups" in line for line in said)
+
+
+def test_what_the_engine_gave_up_is_dropped_or_without_verdict_and_counted(
+    file: Path, tmp_path: Path
+):
+    """A deadline or an abort: one sample without a token, one cut short."""
+    run = run_of(file, tmp_path / "out", ("train.steps", "1"), ("rl.group_size", "4"))
+    generate, graded = run.engine.generate, []
+    reward = run.task.reward
+
+    def cut(sample: Sample, tokens: int) -> Sample:
+        return dataclasses.replace(
+            sample,
+            ids=sample.ids[:tokens],
+            logps=sample.logps[:tokens],
+            versions=sample.versions[:tokens],
+            finish_reason="abort",
+        )
+
+    def aborted(*args: Any, **kwargs: Any) -> list[Group]:
+        first, *rest = generate(*args, **kwargs)
+        samples = (cut(first.samples[0], 0), cut(first.samples[1], 2), *first.samples[2:])
+        return [dataclasses.replace(first, samples=samples), *rest]
+
+    run.engine.generate = aborted  # type: ignore[method-assign]
+    run.task.reward = lambda p, t: graded.append(len(t)) or reward(p, t)  # type: ignore[method-assign]
+    (found,) = records(run)
+    assert graded == [6]
+    assert found["rollout/aborted_count"] == 2.0 and found["rollout/empty_count"] == 1.0
+    assert found["mismatch/tokens_differing"] == 0.0 and np.isfinite(found["rl/loss"])
+    # the cut one is compared with the trainer (it was drawn), but is not learnt from
+    assert found["mismatch/tokens"] == found["rollout/tokens"] == found["rl/tokens"] + 2
+
+
+def test_an_engine_that_returns_nothing_at_all_is_a_step_without_training(
+    file: Path, tmp_path: Path
+):
+    run = run_of(file, tmp_path / "out", ("train.steps", "1"))
+    run.engine.abort()
+    generate = run.engine.generate
+
+    def nothing(*args: Any, **kwargs: Any) -> list[Group]:
+        return generate(*args, **kwargs, deadline_s=0.0)
+
+    run.engine.generate = nothing  # type: ignore[method-assign]
+    before = masters(run)
+    (found,) = records(run)
+    assert found["rollout/empty_count"] == 4.0 and found["rollout/tokens"] == 0.0
+    assert torch.equal(masters(run), before)
+
+
+def test_empty_samples_leave_their_groups_with_their_rewards():
+    def sample(name: int, tokens: int) -> Sample:
+        ids = tuple(range(tokens))
+        zeros = np.zeros(tokens, dtype=np.float32)
+        return Sample("p", name, ids, zeros, zeros.astype(np.int32), "stop")
+
+    prompt = Prompt("p", (1,), "t")
+    groups = [
+        Group(prompt, (sample(0, 0), sample(1, 2), sample(2, 1)), (None, 1.0, 0.0)),
+        Group(prompt, (sample(3, 0),), (None,)),
+    ]
+    (left,) = without_empty(groups)
+    assert [s.sample_id for s in left.samples] == [1, 2] and left.rewards == (1.0, 0.0)
+
+
+def test_every_held_out_question_is_scored_once_whatever_the_batch(file: Path, tmp_path: Path):
+    run = run_of(file, tmp_path / "out", ("eval.prompts", "100"), ("rollout.max_batch", "2"))
+    asked: list[str] = []
+    reward = run.task.reward
+    run.task.reward = lambda p, t: asked.extend(q.id for q in p) or reward(p, t)  # type: ignore[method-assign]
+    found = run.evaluate()
+    run.close()
+    assert len(asked) == len(set(asked)) == run.task.held_out_count > 2
+    assert 0 <= found["reward/eval_mean"] <= 4
+
+
+def test_fewer_rows_than_prompts_a_step_are_asked_again(file: Path, tmp_path: Path):
+    run = run_of(file, tmp_path / "out", ("rl.prompts_per_step", "20"), ("train.steps", "1"))
+    (found,) = records(run)
+    assert len(runs.samples(tmp_path / "out")) == 40 and found["mismatch/tokens_differing"] == 0
+
+
+def test_a_wrong_column_is_refused_before_the_model_is_looked_for(
+    file: Path, tmp_path: Path, capsys: Any
+):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "a", "solution": "b"}\n')
+    args = ["train", str(file), "--out", str(tmp_path / "out"), "--model", str(tmp_path / "none")]
+    assert main([*args, "--task.files", f'["{data}"]', "--task.answer-column", "answer"]) == 2
+    error = capsys.readouterr().err
+    assert "answer" in error and "solution" in error and str(data) in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_reward_function_that_raises_stops_with_its_own_error(file: Path, tmp_path: Path):
+    mine = tmp_path / "mine.py"
+    mine.write_text("def reward(completions, **_):\n    raise ZeroDivisionError('mine')\n")
+    run = run_of(file, tmp_path / "out", ("task.reward_function", f"{mine}:reward"))
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        run.train()
+    run.close()
+    assert runs.metrics(tmp_path / "out") == []
