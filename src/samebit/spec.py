@@ -47,6 +47,7 @@ FP8_TOKENS = Precision("e4m3", (BLOCK, 1))
 FP8_BLOCK = Precision("e4m3", (BLOCK, BLOCK))
 FP8_ROW = Precision("e4m3", (1, 0))
 INT8_ROW = Precision("int8", (1, 0))
+INT4_ROW = Precision("int4", (1, 0))
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Gemm:
             ("bf16", "bf16"),
             ("e4m3", "e4m3"),
             ("int8", "int8"),
+            ("int4", "int4"),
             ("fp32", "fp32"),
         }:
             raise ValueError(

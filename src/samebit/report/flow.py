@@ -18,6 +18,8 @@ COLORS = {
 }
 """One colour per format, legible on light and on dark."""
 
+COLORS["int4"] = "#a83232"
+
 _LINEARS = ("qkv", "out", "gate_up", "down", "head")
 _ROWS = (
     ("embedding", "embedding"),
@@ -172,7 +174,7 @@ def _legend(y: float) -> str:
     for name, color in COLORS.items():
         if name == "ids":
             continue
-        label = {"e4m3": "FP8 (e4m3)", "int8": "INT8", "bf16": "BF16", "fp32": "FP32"}[name]
+        label = "FP8 (e4m3)" if name == "e4m3" else name.upper()
         body.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" rx="2" fill="{color}"/>')
         body.append(_text(x + 18, y, label, "small"))
         x += 40 + 7 * len(label)
