@@ -89,9 +89,7 @@ def test_linears_keep_the_signal(name: str, side: str):
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("name", recipe_names())
-def test_log_probs_stay_near_fp32(
-    folder: Path, true_log_probs: torch.Tensor, name: str, side: str
-):
+def test_log_probs_stay_near_fp32(folder: Path, true_log_probs: torch.Tensor, name: str, side: str):
     model = load_model(folder, load_recipe(name))
     with torch.no_grad():
         hidden = model(IDS, PackedLayout((Segment(0, len(IDS)),)), side)

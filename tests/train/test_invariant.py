@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from samebit.cli import main
 from samebit.config import Config, TaskSection, TrainConfig
+from samebit.config_dump import dump
 from samebit.formats import BF16, E4M3, INT8
 from samebit.layout import PackedLayout, Segment
 from samebit.models.decoder import Decoder
@@ -115,6 +117,21 @@ def test_export_of_the_folded_masters_is_the_unscaled_model(
     assert all(torch.equal(reader.read(n), source.read(n).bfloat16()) for n in reader.names())
 
 
+def test_the_export_command_folds_a_runs_checkpoint(folders: dict[str, Path], tmp_path: Path):
+    model = str(folders["llama"])
+    settings = TrainConfig(invariant_scale=2.0)
+    config = Config(model=model, recipe="bf16", task=TaskSection(name="digits"), train=settings)
+    trainer = Trainer(
+        scaled(folders["llama"], 2.0), config, load_algorithm("grpo"), load_correction("none")
+    )
+    run = tmp_path / "run"
+    checkpoint.save(run / "checkpoints", trainer, Progress(step=1), 1, {"invariant_scale": 2.0})
+    (run / "config.toml").write_text(dump(config))
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    reader, source = CheckpointReader(tmp_path / "out"), CheckpointReader(folders["llama"])
+    assert all(torch.equal(reader.read(n), source.read(n).bfloat16()) for n in reader.names())
+
+
 def test_checkpoint_records_the_scale_and_refuses_another(folders: dict[str, Path], tmp_path: Path):
     config = Config(model="m", task=TaskSection(name="digits"), train=TrainConfig())
     trainer = Trainer(
@@ -124,7 +141,7 @@ def test_checkpoint_records_the_scale_and_refuses_another(folders: dict[str, Pat
     folder = checkpoint.save(tmp_path, trainer, Progress(step=3), 1, about)
     assert json.loads((folder / "state.json").read_text())["invariant_scale"] == 1.5
     assert checkpoint.restore(folder, trainer, about).step == 3
-    with pytest.raises(ValueError, match="invariant_scale = 1.5"):
+    with pytest.raises(ValueError, match=r"invariant_scale = 1\.5"):
         checkpoint.restore(folder, trainer, {"invariant_scale": 1.0})
 
 

@@ -12,13 +12,12 @@ from typing import Any
 COLORS = {
     "e4m3": "#2f6fdf",
     "int8": "#c2680a",
+    "int4": "#a83232",
     "bf16": "#7c8594",
     "fp32": "#7a4fd0",
     "ids": "#7c8594",
 }
 """One colour per format, legible on light and on dark."""
-
-COLORS["int4"] = "#a83232"
 
 _LINEARS = ("qkv", "out", "gate_up", "down", "head")
 _ROWS = (

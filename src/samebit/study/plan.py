@@ -1,9 +1,8 @@
 """A study file: a base run, arms that change it, seeds; each combination is one ordinary run.
 
-    [study]            name, out, seeds, baseline, base (path of a run's TOML; or a [base] table)
-    [warmup]           a tiny model to make first (study/tiny.py); without it the base names a model
-    [base]             a run's configuration
-    [[arm]]            name, note, and whatever keys of the configuration it changes
+Tables: [study] (name, out, seeds, baseline, base); [warmup], a tiny model to make first
+(study/tiny.py), without which the base names a model; [base], a run's configuration (or its file,
+as `base` of [study]); and [[arm]] (name, note, and whatever keys of the configuration it changes).
 """
 
 from __future__ import annotations

@@ -105,7 +105,9 @@ def same_records(a: Records, b: Records) -> bool:
     return True
 
 
-def equal_arms(names: Sequence[str], records: Mapping[str, Mapping[int, Records]]) -> list[list[str]]:
+def equal_arms(
+    names: Sequence[str], records: Mapping[str, Mapping[int, Records]]
+) -> list[list[str]]:
     """Groups of arms that no finished seed tells apart; `records` by arm and seed."""
     groups: list[list[str]] = []
     for name in names:
@@ -148,9 +150,11 @@ def summarise(study: Study) -> dict[str, Any]:
 def _run(job: Job, records: Records) -> dict[str, Any]:
     result = read_result(job) or {"status": "not run"}
     kept = {k: result[k] for k in ("status", "error", "seconds", *FINALS) if k in result}
-    return {"arm": job.arm, "seed": job.seed, "steps": max((r["step"] for r in records), default=0)} | (
-        kept | (run_numbers(records) if records else {})
-    )
+    return {
+        "arm": job.arm,
+        "seed": job.seed,
+        "steps": max((r["step"] for r in records), default=0),
+    } | (kept | (run_numbers(records) if records else {}))
 
 
 def _arm(arm: Arm, study: Study, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
