@@ -19,6 +19,7 @@ from samebit.reference.quantize import quantize_matrix
 from samebit.reference.sampling import Transform
 from samebit.rl.api import TokenBatch
 from samebit.rl.registry import load_algorithm, load_correction
+from samebit.train.invariant import apply_invariant_scale, fold_back
 from samebit.train.step import Trainer
 from samebit.types import Group, Prompt, Sampling
 from tests.tiny import tiny_folder
@@ -196,6 +197,38 @@ def test_every_update_requantises_from_the_masters(folder: Path, recipe: str):
     watch.engine.refresh()
     again = watch.roll()
     assert sampler_log_probs(again).isfinite().all()
+
+
+def updated_masters(folder: Path, s: float, rates: dict[str, float]) -> dict[str, torch.Tensor]:
+    """Masters after one Adam update on a fixed rollout, the scaling s undone."""
+    train = TrainConfig(
+        learning_rate=1e-3,
+        role_learning_rates=rates,
+        epsilon=1e-30,  # nothing beside the gradient's size
+        max_grad_norm=0.0,
+    )
+    model = load_model(folder, load_recipe("bf16"))
+    apply_invariant_scale(model, s)
+    model.refresh()
+    settings = replace(config(), train=train)
+    trainer = Trainer(model, settings, load_algorithm("grpo"), load_correction("none"))
+    prompts = [Prompt("a", tuple(range(5, 14)), "a"), Prompt("b", (40, 41, 42), "b")]
+    groups = Engine(model, settings.rollout).generate(prompts, 2, Sampling(max_tokens=6))
+    trainer.step([replace(g, rewards=(1.0, 0.0)) for g in groups])
+    return fold_back(named_masters(model), model.config, s)
+
+
+def test_update_aware_scaling_is_a_learning_rate_by_role_under_adam(tmp_path: Path):
+    """At s = 2 every master but the last norm's (which the control's role includes) has the same bits."""
+    folder = tiny_folder(tmp_path, "llama", intermediate=256)
+    scaled = updated_masters(folder, 2.0, {})
+    control = updated_masters(folder, 1.0, {"qkv": 2.0, "gate_up": 2.0, "norm": 0.5})
+    plain = updated_masters(folder, 1.0, {})
+    for name in scaled:
+        if name != "model.norm.weight":
+            assert torch.equal(scaled[name], control[name]), name
+    moved = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(scaled[moved], plain[moved])
 
 
 def test_cache_and_attention_stay_in_bf16(folder: Path):
