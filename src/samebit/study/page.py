@@ -36,6 +36,8 @@ def _with_interval(arm: _Arm, name: str, sign: str = "") -> str:
 
 
 def _collapse(arm: _Arm) -> str:
+    if not arm["done"]:
+        return ""
     return f"{arm['collapsed']} of {arm['done']}" if arm["collapsed"] else "no"
 
 
