@@ -23,7 +23,7 @@ from samebit.config_dump import dump
 from samebit.option_aliases import KEY_ALIASES as ALIASES
 from samebit.option_aliases import OPTION_ALIASES
 
-__all__ = ["dump", "known_keys", "load", "loads", "nearest_key"]
+__all__ = ["dump", "from_tables", "known_keys", "load", "loads", "nearest_key", "read_table"]
 
 SHORTCUTS = {"steps": "train.steps", "out": "run.out"}
 """Command-line names that stand for a dotted key."""
@@ -73,6 +73,21 @@ def loads(text: str, origin: str = "text") -> Config:
     config = _build(Config, _canonical(_parse(text, origin), origin), "", origin)
     check_config(config, origin)
     return config
+
+
+def from_tables(tables: Sequence[Mapping[str, Any]], origin: str) -> Config:
+    """The Config of parsed TOML tables, each over the ones before it, checked; errors as `load`."""
+    merged: dict[str, Any] = {}
+    for table in tables:
+        merged = _merge(merged, _canonical(table, origin))
+    config = _build(Config, merged, "", origin)
+    check_config(config, origin)
+    return config
+
+
+def read_table(path: str | Path) -> dict[str, Any]:
+    """A TOML file as it is, unchecked; errors as `load`."""
+    return _read(Path(path))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -39,7 +39,10 @@ E4M3 = Format("e4m3", torch.float8_e4m3fn, 1, 448.0)
 INT8 = Format("int8", torch.int8, 1, 127.0)
 """INT8 is symmetric: -128 is never produced, so negation is exact."""
 
-FORMATS = {f.name: f for f in (FP32, BF16, FP16, E4M3, INT8)}
+INT4 = Format("int4", torch.int8, 1, 7.0)
+"""Sixteen levels less one, symmetric as INT8; a code takes a byte (a stress format, not a fast one)."""
+
+FORMATS = {f.name: f for f in (FP32, BF16, FP16, E4M3, INT8, INT4)}
 
 
 def get_format(name: str) -> Format:

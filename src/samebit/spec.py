@@ -50,6 +50,7 @@ FP8_HEAD = FP8_ROW
 """Q, K or V: one scale per token and head, so that appending to a cache never requantises."""
 FP16 = Precision("fp16")
 INT8_ROW = Precision("int8", (1, 0))
+INT4_ROW = Precision("int4", (1, 0))
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Gemm:
             ("bf16", "bf16"),
             ("e4m3", "e4m3"),
             ("int8", "int8"),
+            ("int4", "int4"),
             ("fp32", "fp32"),
         }:
             raise ValueError(

@@ -48,7 +48,7 @@ def own(tmp_path, monkeypatch):
 
 
 def test_folder_is_the_registry():
-    assert task_names() == ["file", "reasoning_gym"]
+    assert task_names() == ["digits", "file", "reasoning_gym"]
 
 
 def test_a_dotted_path_is_a_task_too(own, tokenizer):

@@ -17,6 +17,7 @@ COMMANDS = {
     "eval": "mean reward on held-out prompts, under one or several recipes",
     "rollout": "prompts in, completions out (JSON lines)",
     "export": "write a run's policy as a Hugging Face folder, BF16 or FP8",
+    "study": "arms x seeds from one TOML file; a table and a page at the end",
     "report": "one self-contained HTML page of one or several runs",
     "flow": "show a recipe's precision flow, or what differs between two",
     "check": "what this machine can do, and the parity chain on it",

@@ -37,6 +37,11 @@ def run(args: Sequence[str]) -> int:
     model, _, source = load_policy(target, recipe)
     masters = named_masters(model)
     if not found.flag("fp8"):
+        s = target.config.train.invariant_scale
+        if target.checkpoint is not None and s != 1.0:
+            from samebit.train.invariant import fold_back
+
+            masters = fold_back(masters, model.config, s)
         print(export_bf16(out, source, masters))
         return 0
     quantised = quantised_matrices(model)

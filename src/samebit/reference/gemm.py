@@ -50,7 +50,7 @@ def gemm(
     """lhs [T, K] x weight [N, K]^T -> BF16 [T, N]; bias (BF16 values) is added in FP32 before rounding."""
     if spec.rhs.block is None:
         return _bf16(lhs.codes, weight.codes, bias_N)
-    if spec.rhs.format == "int8":
+    if spec.rhs.format in ("int8", "int4"):
         product = _int8(lhs, weight)
     elif spec.rhs.block == (BLOCK, BLOCK):
         product = _fp8_block(lhs, weight)

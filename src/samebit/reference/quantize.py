@@ -22,10 +22,10 @@ def scale_of(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def encode(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Codes of FP32 x under broadcastable FP32 scales; NaN encodes as NaN (e4m3) or 0 (int8)."""
+    """Codes of FP32 x under broadcastable FP32 scales; NaN encodes as NaN (e4m3) or 0 (integers)."""
     assert fmt.max is not None
     scaled = (x / scale).clamp_(-fmt.max, fmt.max)
-    if fmt.name == "int8":
+    if fmt.dtype == torch.int8:
         # the cast of NaN to int8 is undefined: the NaN scale alone carries the fault
         return scaled.round_().nan_to_num_(0.0).to(fmt.dtype)
     return scaled.to(fmt.dtype)

@@ -12,6 +12,7 @@ from typing import Any
 COLORS = {
     "e4m3": "#2f6fdf",
     "int8": "#c2680a",
+    "int4": "#a83232",
     "bf16": "#7c8594",
     "fp32": "#7a4fd0",
     "ids": "#7c8594",
@@ -172,7 +173,7 @@ def _legend(y: float) -> str:
     for name, color in COLORS.items():
         if name == "ids":
             continue
-        label = {"e4m3": "FP8 (e4m3)", "int8": "INT8", "bf16": "BF16", "fp32": "FP32"}[name]
+        label = "FP8 (e4m3)" if name == "e4m3" else name.upper()
         body.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" rx="2" fill="{color}"/>')
         body.append(_text(x + 18, y, label, "small"))
         x += 40 + 7 * len(label)

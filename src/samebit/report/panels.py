@@ -26,6 +26,10 @@ RUN_COLORS = (
     "#0891a8",
     "#b4503c",
     "#6b7a1e",
+    "#9a9a9a",
+    "#e0607e",
+    "#1f4e5f",
+    "#a68a00",
 )
 PHASE_COLORS = {
     "rollout": "#2f6fdf",

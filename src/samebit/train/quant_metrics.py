@@ -25,7 +25,7 @@ def _bytes(weight: QuantizedWeight) -> torch.Tensor:
 
 def _zeros(weight: QuantizedWeight, codes: torch.Tensor) -> float:
     """How many of `_bytes` encode zero of either sign."""
-    if weight.precision.format == "int8":
+    if weight.codes.dtype == torch.int8:
         return float((codes == 0).sum())
     negative_zero = 0x80 if codes.dtype == torch.uint8 else -0x8000
     return float(((codes == 0) | (codes == negative_zero)).sum())
