@@ -106,7 +106,7 @@ def _fold_blocks(
     acc_TN: torch.Tensor,
 ) -> None:
     """acc = fl(acc + fl(fl(dot) * fl(sx * sw))) of one tile, block after block, from acc = 0."""
-    dot, single, scale = _workspace(*acc_TN.shape, acc_TN.device)
+    dot, single, scale = _workspace(acc_TN.shape[0], acc_TN.shape[1], acc_TN.device)
     for b in range(w_BKN.shape[0]):
         torch.mm(x_TK[:, b * BLOCK : (b + 1) * BLOCK], w_BKN[b], out=dot)
         torch.mul(sx_TB[:, b, None], sw_BN[b], out=scale)
