@@ -177,3 +177,11 @@ def test_ppo_value_loss_by_hand():
     result.loss_T.sum().backward()
     assert value_T.grad.tolist() == pytest.approx([1.0, 0.0, -0.8])
     assert result.clipped_T.tolist() == [False, True, False]
+
+
+def test_a_value_inside_its_range_is_not_counted_as_clipped():
+    # In FP32 0.3 + (0.001 - 0.3) is not 0.001, and may lie further from the target.
+    grid_T = torch.linspace(1e-4, 0.01, 1000)
+    old_T, zero_T = torch.full((1000,), 0.3), torch.zeros(1000)
+    assert (old_T + (grid_T - old_T) > grid_T).any()
+    assert not value_loss(grid_T, old_T, zero_T, clip=0.5).clipped_T.any()
