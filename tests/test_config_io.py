@@ -318,3 +318,39 @@ def test_dump_refuses_what_toml_cannot_hold():
     clash = Config(model="m", task=TaskSection(name="t"), rl=RLSection(options={"epochs": 2}))
     with pytest.raises(ValueError, match="'epochs' has the name of one of the section's own keys"):
         dump(clash)
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.text(alphabet="[]{}=\"\n.,#-_ 0123456789einfatrulsmodk'\\\t\ud800é", max_size=80))
+def test_any_text_is_a_config_or_one_named_error(text: str):
+    with pytest.raises(ValueError, match="fuzz"):
+        loads(text, "fuzz")  # the model is missing at the least
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([*known_keys(), "rl.clip_low", "rl.correction.cap", "task.x", "x.y"])
+            | st.text(alphabet="rlun.task-_", max_size=12),
+            st.text(max_size=8) | _VALUES.map(str) | _VALUES.map(repr),
+        ),
+        max_size=4,
+    )
+)
+def test_any_options_are_a_config_or_one_named_error(overrides: list[tuple[str, str]]):
+    given_keys = {key for key, _ in overrides}
+    needed = [p for p in (("model", "m"), ("task.name", "t")) if p[0] not in given_keys]
+    try:
+        config = load(None, [*needed, *overrides])
+    except ValueError as error:
+        assert "command line" in str(error)
+        return
+    assert loads(dump(config)) == config
