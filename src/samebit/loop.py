@@ -300,7 +300,7 @@ class Checks:
             config.rl.mini_batches * config.rl.epochs,
         ):
             log.warning("%s", warning)
-        self.task = load_task(config.task.name, config.task.options)
+        self.task = load_task(config.task.name, config.task.options, config.seed)
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -253,8 +253,10 @@ def task_names() -> list[str]:
     )
 
 
-def load_task(name: str, table: Mapping[str, Any]) -> TaskBase:
+def load_task(name: str, table: Mapping[str, Any], seed: int | None = None) -> TaskBase:
     """Build a task from its name (a file of this folder, or a dotted path) and its table of keys.
+
+    seed: the run's, for a table that names none of its own.
 
     Raises ValueError for an unknown task, an unknown or mistyped key, and whatever the task itself
     finds wrong with its files: all before any model is needed.
@@ -274,4 +276,6 @@ def load_task(name: str, table: Mapping[str, Any]) -> TaskBase:
     for attribute in ("Config", "Task"):
         if not hasattr(module, attribute):
             raise ValueError(f"task {name!r}: module {path} does not define {attribute}.")
+    if seed is not None:
+        table = {"seed": seed} | dict(table)
     return module.Task(build_config(module.Config, table, f"task {name}"))
