@@ -133,6 +133,21 @@ def test_bad_prompts_are_named_by_line(tmp_path: Path, capsys: Any, text: str, s
     assert said in capsys.readouterr().err
 
 
+def test_what_rollout_cannot_read_or_write_is_said_before_sampling(tmp_path: Path, capsys: Any):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_bytes(b'{"prompt": "\xff"}')
+    assert main(["rollout", str(tmp_path), "--prompts", str(prompts)]) == 2
+    assert f"{prompts}: not UTF-8" in capsys.readouterr().err
+    for out in (tmp_path / "none" / "c.jsonl", tmp_path):
+        assert main(["rollout", str(tmp_path), "--prompts", str(prompts), "--out", str(out)]) == 2
+        assert f"--out {out}: must be a file" in capsys.readouterr().err
+
+
+def test_a_path_that_is_nothing_is_named(tmp_path: Path, capsys: Any):
+    assert main(["eval", str(tmp_path / "nothing")]) == 2
+    assert f"{str(tmp_path / 'nothing')!r} is no run folder" in capsys.readouterr().err
+
+
 def test_export_in_both_forms(made: tuple[str, str], capsys: Any, tmp_path: Path):
     from safetensors import safe_open
 
