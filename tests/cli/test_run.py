@@ -143,6 +143,31 @@ def test_what_rollout_cannot_read_or_write_is_said_before_sampling(tmp_path: Pat
         assert f"--out {out}: must be a file" in capsys.readouterr().err
 
 
+def test_a_full_disk_leaves_no_partial_file(
+    made: tuple[str, str], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+):
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    prompts, folder = tmp_path / "p.jsonl", tmp_path / "out"
+    prompts.write_text('{"prompt": "hello"}')
+    folder.mkdir()
+    monkeypatch.setattr("samebit.cli.rollout._write_lines", full)
+    args = [
+        "--prompts",
+        str(prompts),
+        "--out",
+        str(folder / "c.jsonl"),
+        "--rollout.max-tokens",
+        "2",
+    ]
+    assert main(["rollout", made[1], *args]) == 2
+    monkeypatch.setattr("samebit.report.os.replace", full)
+    assert main(["report", made[1], "--out", str(folder / "r.html")]) == 2
+    assert capsys.readouterr().err.count("No space left") == 2
+    assert not list(folder.iterdir())
+
+
 def test_a_path_that_is_nothing_is_named(tmp_path: Path, capsys: Any):
     assert main(["eval", str(tmp_path / "nothing")]) == 2
     assert f"{str(tmp_path / 'nothing')!r} is no run folder" in capsys.readouterr().err

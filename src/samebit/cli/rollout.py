@@ -134,9 +134,12 @@ def _write(found: Arguments, groups: list[Group]) -> None:
         _write_lines(sys.stdout, groups, found.flag("logps"))
         return
     temporary = Path(path).with_name(f".{Path(path).name}.partial")
-    with open(temporary, "w", encoding="utf-8") as file:
-        _write_lines(file, groups, found.flag("logps"))
-    temporary.replace(path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            _write_lines(file, groups, found.flag("logps"))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _write_lines(stream: TextIO, groups: list[Group], logps: bool) -> None:
