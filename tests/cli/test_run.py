@@ -82,6 +82,19 @@ def test_a_folder_in_use_is_refused_and_resuming_a_finished_run_ends(
     assert "exactly 0" in capsys.readouterr().out.splitlines()[-1]
 
 
+@pytest.mark.parametrize("text", ["{}", "{", "[]"])
+def test_a_damaged_plan_is_refused_by_name(made: tuple[str, str], capsys: Any, text: str):
+    file, run = made
+    path = Path(run) / "plan.json"
+    before = path.read_bytes()
+    path.write_text(text)
+    try:
+        assert main(["train", file, "--out", run, "--quiet", "--resume"]) == 2
+        assert "plan.json" in capsys.readouterr().err
+    finally:
+        path.write_bytes(before)
+
+
 def test_eval_of_run_checkpoint_and_file(made: tuple[str, str], capsys: Any):
     file, run = made
     results = []
