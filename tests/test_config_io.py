@@ -166,6 +166,8 @@ def test_spellings_of_other_tools(base: Path):
         ("rl.options.x", "1", "write its keys directly under [rl]"),
         ("run.device", '"gpu"', "must be auto, cpu, cuda or cuda:N"),
         ("train.steps", "0", "trains nothing; use at least 1"),
+        ("rollout.temperature", "1e-45", "must be 0 (greedy) or at least 1e-6"),
+        ("eval.temperature", "1e-7", "must be 0 (greedy) or at least 1e-6"),
         ("train.warmup_steps", "200", "is more than train.steps = 100"),
         ("rollout.top_p", "0.0", "must be above 0 and at most 1"),
         ("rollout.cache_tokens", "256", "use more than 256"),
@@ -256,6 +258,7 @@ def test_known_keys_are_the_tree(base: Path):
 
 _small = st.integers(1, 1000)
 _float = st.floats(0, 1e9, allow_nan=False)
+_temperature = st.just(0.0) | st.floats(1e-6, 1e9)
 _word = st.text(max_size=8).filter(lambda s: not any(0xD800 <= ord(c) <= 0xDFFF for c in s))
 _key = st.text('abcdefgh_ .é"\\\n', min_size=1, max_size=6).map(lambda s: "opt_" + s)
 _leaf = st.one_of(
@@ -275,7 +278,7 @@ _configs = st.builds(
     task=st.builds(TaskSection, name=_word.map("t".__add__), options=_options),
     rollout=st.builds(
         RolloutConfig,
-        temperature=_float,
+        temperature=_temperature,
         stop=st.lists(_word.map("s".__add__), max_size=3).map(tuple),
         stop_ids=st.lists(_small, max_size=3).map(tuple),
     ),
@@ -291,7 +294,7 @@ _configs = st.builds(
         schedule=st.sampled_from(["constant", "linear", "cosine"]),
         role_learning_rates=st.dictionaries(st.sampled_from(["qkv", "norm"]), _float),
     ),
-    eval=st.builds(EvalConfig, every=_small, temperature=_float),
+    eval=st.builds(EvalConfig, every=_small, temperature=_temperature),
 )
 
 

@@ -24,6 +24,8 @@ def _share(v: float) -> bool:
     return 0.0 <= v < 1.0
 
 
+# Below it logits divided by the temperature leave FP32.
+_TEMPERATURE: _Rule = ((lambda v: v == 0 or v >= 1e-6), "must be 0 (greedy) or at least 1e-6")
 _POSITIVE: _Rule = (lambda v: v > 0), "must be above 0"
 _RULES: dict[str, _Rule] = {
     "seed": ((lambda v: 0 <= v < 2**63), "must be between 0 and 2^63 - 1"),
@@ -41,7 +43,7 @@ _RULES: dict[str, _Rule] = {
     "run.max_skipped_steps": _least(0),
     "task.name": (bool, "must not be empty"),
     "rollout.max_tokens": _least(1),
-    "rollout.temperature": _least(0),
+    "rollout.temperature": _TEMPERATURE,
     "rollout.top_p": ((lambda v: 0 < v <= 1), "must be above 0 and at most 1 (1 is off)"),
     "rollout.top_k": _least(0),
     "rollout.stop": ((lambda v: all(v)), "must not hold an empty string"),
@@ -66,7 +68,7 @@ _RULES: dict[str, _Rule] = {
     "eval.every": _least(0),
     "eval.prompts": _least(1),
     "eval.samples": _least(1),
-    "eval.temperature": _least(0),
+    "eval.temperature": _TEMPERATURE,
 }
 
 

@@ -24,6 +24,7 @@ from samebit.engine.api import load_engine
 from samebit.errors import RunLeft, RunStopped
 from samebit.lock import FolderLock
 from samebit.log import MetricsLog, replace_file
+from samebit.models.config import read_json
 from samebit.models.decoder import Decoder
 from samebit.models.load import load_model
 from samebit.models.source import resolve as resolve_model
@@ -104,7 +105,8 @@ class Run:
     def _check_plan(self, resume: bool) -> None:
         plan, path = self.model.plan, self.folder / "plan.json"
         if resume and path.exists():
-            plan.require_same(json.loads(path.read_text())["digest"], f"run {self.folder}")
+            written = str(read_json(path).get("digest", "(damaged)"))
+            plan.require_same(written, f"run {self.folder} (plan.json)")
         content = {"digest": plan.digest, "unified": plan.unified} | plan.to_dict()
         replace_file(path, json.dumps(content, indent=1).encode())
         self.report.note(plan.describe())

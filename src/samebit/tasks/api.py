@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from samebit.modules import import_named
 from samebit.tasks._config import build_config, nearest
 from samebit.tasks._function import RewardFunction
 from samebit.tasks._stats import RewardStats
@@ -267,12 +268,7 @@ def load_task(name: str, table: Mapping[str, Any], seed: int | None = None) -> T
         path = name
     else:
         raise ValueError(f"unknown task {name!r}.{nearest(name, task_names())}")
-    try:
-        module = importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (path == error.name or path.startswith(error.name + ".")):
-            raise
-        raise ValueError(f"task {name!r}: no module {error.name!r} can be imported.") from error
+    module = import_named(path, "task")
     for attribute in ("Config", "Task"):
         if not hasattr(module, attribute):
             raise ValueError(f"task {name!r}: module {path} does not define {attribute}.")
