@@ -313,6 +313,36 @@ def test_a_refused_resume_leaves_the_folder_as_it_was(
     assert main(args) == 2, "a used folder is refused without --resume"
 
 
+def test_another_model_in_the_same_place_is_refused_on_resume(tmp_path: Path, capsys: Any):
+    """Same path, same shape, other weights: the plan alone would not notice."""
+    file = runs.make(tmp_path)
+    out = tmp_path / "run"
+    args = ["train", str(file), "--out", str(out), "--quiet"]
+    assert main([*args, "--steps", "1"]) == 0
+    shutil.rmtree(tmp_path / "model")
+    runs.make(tmp_path, seed=1)
+    assert main([*args, "--steps", "2", "--resume"]) == 2
+    assert "model_fingerprint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signalled_process_checkpoints_leaves_and_resumes_to_the_same_log(
+    file: Path, unbroken: Path, tmp_path: Path, number: int, code: int
+):
+    out = tmp_path / "out"
+    process = runs.start(command(file, out, "--run.save-every", "100"))
+    deadline = time.monotonic() + 60
+    while len(runs.metrics(out)) < 2 if (out / "metrics.jsonl").exists() else True:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode in (code, 0), "0: the run was over before the signal came"
+    assert checkpoint.newest(out / "checkpoints") is not None
+    assert main(["train", str(file), "--out", str(out), "--steps", "6", "--resume", "--quiet"]) == 0
+    assert_same_log(out, unbroken)
+
+
 def test_a_resumed_run_says_what_it_changes(
     file: Path, unbroken: Path, tmp_path: Path, capsys: Any
 ):

@@ -27,6 +27,7 @@ from samebit.log import MetricsLog, replace_file
 from samebit.models.config import read_json
 from samebit.models.decoder import Decoder
 from samebit.models.load import load_model
+from samebit.models.source import fingerprint
 from samebit.models.source import resolve as resolve_model
 from samebit.models.tokenizer import Tokenizer
 from samebit.quant.flow import is_unified
@@ -61,6 +62,7 @@ class Run:
         self._refuse_used_folder(resume)
         set_threads(config)
         model_folder = resolve_model(config.model)
+        self.fingerprint = fingerprint(model_folder)
         self.model = load_model(model_folder, checks.recipe, choose_device(config))
         self._check_plan(resume)
         scale_at_start(self.model, config)
@@ -117,6 +119,7 @@ class Run:
         return {
             "seed": self.config.seed,
             "model": self.config.model,
+            "model_fingerprint": self.fingerprint,
             "invariant_scale": self.config.train.invariant_scale,
         }
 
