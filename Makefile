@@ -5,8 +5,10 @@ BIN := $(VENV)/bin
 TORCH ?= 2.13.0
 PIP_FLAGS ?=
 STAMP := $(VENV)/.installed
+OUTSIDE := .venv-outside
+OUTSIDE_STAMP := $(OUTSIDE)/.installed
 
-.PHONY: demo test check setup clean
+.PHONY: demo test test-outside check setup clean
 
 demo: $(STAMP)
 	$(BIN)/samebit train recipes/demo.toml
@@ -17,6 +19,10 @@ test: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/pyright
 	$(BIN)/python -m pytest
+
+# an environment of its own: verl's pins are not ours, and `make test` installs nothing of it
+test-outside: $(OUTSIDE_STAMP)
+	$(OUTSIDE)/bin/python -m pytest -m outside tests/rl/outside
 
 setup: $(STAMP)
 
@@ -31,5 +37,13 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable . --group dev
 	touch $(STAMP)
 
+$(OUTSIDE_STAMP): tests/rl/outside/requirements.txt
+	test -x $(OUTSIDE)/bin/python || $(PYTHON) -m venv $(OUTSIDE)
+	$(OUTSIDE)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(OUTSIDE)/bin/python -m pip install --quiet $(PIP_FLAGS) torch==$(TORCH)
+	$(OUTSIDE)/bin/python -m pip install --quiet -r tests/rl/outside/requirements.txt
+	$(OUTSIDE)/bin/python -m pip install --quiet --no-deps verl==0.9.1
+	touch $(OUTSIDE_STAMP)
+
 clean:
-	rm -rf $(VENV) runs build dist
+	rm -rf $(VENV) $(OUTSIDE) runs build dist

@@ -88,7 +88,8 @@ class Algorithm(ClippedAlgorithm):
 def value_loss(value_T: Tensor, old_value_T: Tensor, return_T: Tensor, clip: float) -> ValueLoss:
     """max((V - G)^2, (clip(V, V_old - clip, V_old + clip) - G)^2) / 2 per token."""
     plain_T = (value_T - return_T).square()
-    near_T = old_value_T + torch.clamp(value_T - old_value_T, -clip, clip)
+    # Not old + clamp(value - old): its rounding would count values inside the range as clipped.
+    near_T = torch.clamp(value_T, old_value_T - clip, old_value_T + clip)
     bounded_T = (near_T - return_T).square()
     clipped_T = bounded_T > plain_T
     return ValueLoss(0.5 * torch.where(clipped_T, bounded_T, plain_T), clipped_T.detach())
