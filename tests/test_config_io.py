@@ -166,6 +166,8 @@ def test_spellings_of_other_tools(base: Path):
         ("rl.options.x", "1", "write its keys directly under [rl]"),
         ("run.device", '"gpu"', "must be auto, cpu, cuda or cuda:N"),
         ("train.steps", "0", "trains nothing; use at least 1"),
+        ("rollout.temperature", "1e-45", "must be 0 (greedy) or at least 1e-6"),
+        ("eval.temperature", "1e-7", "must be 0 (greedy) or at least 1e-6"),
         ("train.warmup_steps", "200", "is more than train.steps = 100"),
         ("rollout.top_p", "0.0", "must be above 0 and at most 1"),
         ("rollout.cache_tokens", "256", "use more than 256"),
@@ -256,6 +258,7 @@ def test_known_keys_are_the_tree(base: Path):
 
 _small = st.integers(1, 1000)
 _float = st.floats(0, 1e9, allow_nan=False)
+_temperature = st.just(0.0) | st.floats(1e-6, 1e9)
 _word = st.text(max_size=8).filter(lambda s: not any(0xD800 <= ord(c) <= 0xDFFF for c in s))
 _key = st.text('abcdefgh_ .é"\\\n', min_size=1, max_size=6).map(lambda s: "opt_" + s)
 _leaf = st.one_of(
@@ -275,7 +278,7 @@ _configs = st.builds(
     task=st.builds(TaskSection, name=_word.map("t".__add__), options=_options),
     rollout=st.builds(
         RolloutConfig,
-        temperature=_float,
+        temperature=_temperature,
         stop=st.lists(_word.map("s".__add__), max_size=3).map(tuple),
         stop_ids=st.lists(_small, max_size=3).map(tuple),
     ),
@@ -291,7 +294,7 @@ _configs = st.builds(
         schedule=st.sampled_from(["constant", "linear", "cosine"]),
         role_learning_rates=st.dictionaries(st.sampled_from(["qkv", "norm"]), _float),
     ),
-    eval=st.builds(EvalConfig, every=_small, temperature=_float),
+    eval=st.builds(EvalConfig, every=_small, temperature=_temperature),
 )
 
 
@@ -318,3 +321,39 @@ def test_dump_refuses_what_toml_cannot_hold():
     clash = Config(model="m", task=TaskSection(name="t"), rl=RLSection(options={"epochs": 2}))
     with pytest.raises(ValueError, match="'epochs' has the name of one of the section's own keys"):
         dump(clash)
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.text(alphabet="[]{}=\"\n.,#-_ 0123456789einfatrulsmodk'\\\t\ud800é", max_size=80))
+def test_any_text_is_a_config_or_one_named_error(text: str):
+    with pytest.raises(ValueError, match="fuzz"):
+        loads(text, "fuzz")  # the model is missing at the least
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([*known_keys(), "rl.clip_low", "rl.correction.cap", "task.x", "x.y"])
+            | st.text(alphabet="rlun.task-_", max_size=12),
+            st.text(max_size=8) | _VALUES.map(str) | _VALUES.map(repr),
+        ),
+        max_size=4,
+    )
+)
+def test_any_options_are_a_config_or_one_named_error(overrides: list[tuple[str, str]]):
+    given_keys = {key for key, _ in overrides}
+    needed = [p for p in (("model", "m"), ("task.name", "t")) if p[0] not in given_keys]
+    try:
+        config = load(None, [*needed, *overrides])
+    except ValueError as error:
+        assert "command line" in str(error)
+        return
+    assert loads(dump(config)) == config

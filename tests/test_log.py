@@ -109,6 +109,11 @@ def test_the_last_line_says_exact_only_when_it_is():
     assert "not the same bits" in last_line({"mismatch/logp_abs_max": 1e-7})
 
 
+def test_the_last_line_calls_a_share_a_share():
+    mixed = {"mismatch/logp_abs_max": 0.4, "mismatch/tokens_differing_share": 1.0}
+    assert "share of tokens differing 1 " in last_line(mixed)
+
+
 def test_engine_progress_counts_to_the_end(monkeypatch: pytest.MonkeyPatch):
     now = [0.0]
     monkeypatch.setattr("samebit.reporter.time.monotonic", lambda: now[0])

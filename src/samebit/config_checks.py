@@ -20,10 +20,21 @@ def _least(low: float) -> _Rule:
     return (lambda v: v >= low), f"must be at least {low:g}"
 
 
+_MOST = 10**7
+"""More prompts, samples or tokens than a step can hold: a slip of the keyboard, not a wish."""
+
+
+def _count(v: int) -> bool:
+    return 1 <= v <= _MOST
+
+
 def _share(v: float) -> bool:
     return 0.0 <= v < 1.0
 
 
+# Below it logits divided by the temperature leave FP32.
+_TEMPERATURE: _Rule = ((lambda v: v == 0 or v >= 1e-6), "must be 0 (greedy) or at least 1e-6")
+_COUNT: _Rule = (_count, f"must be between 1 and {_MOST:,}")
 _POSITIVE: _Rule = (lambda v: v > 0), "must be above 0"
 _RULES: dict[str, _Rule] = {
     "seed": ((lambda v: 0 <= v < 2**63), "must be between 0 and 2^63 - 1"),
@@ -40,19 +51,19 @@ _RULES: dict[str, _Rule] = {
     "run.save_samples": _least(0),
     "run.max_skipped_steps": _least(0),
     "task.name": (bool, "must not be empty"),
-    "rollout.max_tokens": _least(1),
-    "rollout.temperature": _least(0),
+    "rollout.max_tokens": _COUNT,
+    "rollout.temperature": _TEMPERATURE,
     "rollout.top_p": ((lambda v: 0 < v <= 1), "must be above 0 and at most 1 (1 is off)"),
     "rollout.top_k": _least(0),
     "rollout.stop": ((lambda v: all(v)), "must not hold an empty string"),
     "rollout.stop_ids": ((lambda v: all(i >= 0 for i in v)), "must hold ids of at least 0"),
-    "rollout.max_batch": _least(1),
+    "rollout.max_batch": _COUNT,
     "rollout.prefill_tokens": _least(1),
     "rollout.cache_tokens": _least(0),
-    "rl.prompts_per_step": _least(1),
-    "rl.group_size": _least(1),
-    "rl.mini_batches": _least(1),
-    "rl.epochs": _least(1),
+    "rl.prompts_per_step": _COUNT,
+    "rl.group_size": _COUNT,
+    "rl.mini_batches": _COUNT,
+    "rl.epochs": _COUNT,
     "train.steps": ((lambda v: v >= 1), "trains nothing; use at least 1"),
     "train.learning_rate": _least(0),
     "train.warmup_steps": _least(0),
@@ -64,9 +75,9 @@ _RULES: dict[str, _Rule] = {
     "train.micro_batch_tokens": _least(1),
     "train.invariant_scale": _POSITIVE,
     "eval.every": _least(0),
-    "eval.prompts": _least(1),
-    "eval.samples": _least(1),
-    "eval.temperature": _least(0),
+    "eval.prompts": _COUNT,
+    "eval.samples": _COUNT,
+    "eval.temperature": _TEMPERATURE,
 }
 
 

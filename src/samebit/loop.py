@@ -24,8 +24,10 @@ from samebit.engine.api import load_engine
 from samebit.errors import RunLeft, RunStopped
 from samebit.lock import FolderLock
 from samebit.log import MetricsLog, replace_file
+from samebit.models.config import read_json
 from samebit.models.decoder import Decoder
 from samebit.models.load import load_model
+from samebit.models.source import fingerprint
 from samebit.models.source import resolve as resolve_model
 from samebit.models.tokenizer import Tokenizer
 from samebit.quant.flow import is_unified
@@ -60,6 +62,7 @@ class Run:
         self._refuse_used_folder(resume)
         set_threads(config)
         model_folder = resolve_model(config.model)
+        self.fingerprint = fingerprint(model_folder)
         self.model = load_model(model_folder, checks.recipe, choose_device(config))
         self._check_plan(resume)
         scale_at_start(self.model, config)
@@ -104,7 +107,8 @@ class Run:
     def _check_plan(self, resume: bool) -> None:
         plan, path = self.model.plan, self.folder / "plan.json"
         if resume and path.exists():
-            plan.require_same(json.loads(path.read_text())["digest"], f"run {self.folder}")
+            written = str(read_json(path).get("digest", "(damaged)"))
+            plan.require_same(written, f"run {self.folder} (plan.json)")
         content = {"digest": plan.digest, "unified": plan.unified} | plan.to_dict()
         replace_file(path, json.dumps(content, indent=1).encode())
         self.report.note(plan.describe())
@@ -115,6 +119,7 @@ class Run:
         return {
             "seed": self.config.seed,
             "model": self.config.model,
+            "model_fingerprint": self.fingerprint,
             "invariant_scale": self.config.train.invariant_scale,
         }
 
@@ -300,7 +305,7 @@ class Checks:
             config.rl.mini_batches * config.rl.epochs,
         ):
             log.warning("%s", warning)
-        self.task = load_task(config.task.name, config.task.options)
+        self.task = load_task(config.task.name, config.task.options, config.seed)
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -191,7 +191,7 @@ def last_line(values: Mapping[str, Any]) -> str:
         for name, key in (
             ("max |dlogp|", "mismatch/logp_abs_max"),
             ("mean |dlogp|", "mismatch/logp_abs_mean"),
-            ("tokens differing", "mismatch/tokens_differing_share"),
+            ("share of tokens differing", "mismatch/tokens_differing_share"),
             ("k3", "mismatch/k3"),
         )
         if key in values

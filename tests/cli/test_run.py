@@ -82,6 +82,19 @@ def test_a_folder_in_use_is_refused_and_resuming_a_finished_run_ends(
     assert "exactly 0" in capsys.readouterr().out.splitlines()[-1]
 
 
+@pytest.mark.parametrize("text", ["{}", "{", "[]"])
+def test_a_damaged_plan_is_refused_by_name(made: tuple[str, str], capsys: Any, text: str):
+    file, run = made
+    path = Path(run) / "plan.json"
+    before = path.read_bytes()
+    path.write_text(text)
+    try:
+        assert main(["train", file, "--out", run, "--quiet", "--resume"]) == 2
+        assert "plan.json" in capsys.readouterr().err
+    finally:
+        path.write_bytes(before)
+
+
 def test_eval_of_run_checkpoint_and_file(made: tuple[str, str], capsys: Any):
     file, run = made
     results = []
@@ -131,6 +144,46 @@ def test_bad_prompts_are_named_by_line(tmp_path: Path, capsys: Any, text: str, s
     prompts.write_text(text)
     assert main(["rollout", str(tmp_path), "--prompts", str(prompts)]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_what_rollout_cannot_read_or_write_is_said_before_sampling(tmp_path: Path, capsys: Any):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_bytes(b'{"prompt": "\xff"}')
+    assert main(["rollout", str(tmp_path), "--prompts", str(prompts)]) == 2
+    assert f"{prompts}: not UTF-8" in capsys.readouterr().err
+    for out in (tmp_path / "none" / "c.jsonl", tmp_path):
+        assert main(["rollout", str(tmp_path), "--prompts", str(prompts), "--out", str(out)]) == 2
+        assert f"--out {out}: must be a file" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_no_partial_file(
+    made: tuple[str, str], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+):
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    prompts, folder = tmp_path / "p.jsonl", tmp_path / "out"
+    prompts.write_text('{"prompt": "hello"}')
+    folder.mkdir()
+    monkeypatch.setattr("samebit.cli.rollout._write_lines", full)
+    args = [
+        "--prompts",
+        str(prompts),
+        "--out",
+        str(folder / "c.jsonl"),
+        "--rollout.max-tokens",
+        "2",
+    ]
+    assert main(["rollout", made[1], *args]) == 2
+    monkeypatch.setattr("samebit.report.os.replace", full)
+    assert main(["report", made[1], "--out", str(folder / "r.html")]) == 2
+    assert capsys.readouterr().err.count("No space left") == 2
+    assert not list(folder.iterdir())
+
+
+def test_a_path_that_is_nothing_is_named(tmp_path: Path, capsys: Any):
+    assert main(["eval", str(tmp_path / "nothing")]) == 2
+    assert f"{str(tmp_path / 'nothing')!r} is no run folder" in capsys.readouterr().err
 
 
 def test_export_in_both_forms(made: tuple[str, str], capsys: Any, tmp_path: Path):

@@ -149,3 +149,23 @@ def test_arguments():
             parse(bad, options)
     with pytest.raises(ValueError, match="did you mean --name"):
         parse(["--nam", "1"], options)
+
+
+def test_a_run_that_ended_early_has_an_exit_code_of_its_own(
+    file: str, calls: list[Any], capsys: Any, monkeypatch: pytest.MonkeyPatch
+):
+    from samebit.errors import RunLeft, RunStopped
+
+    for error, code, said in (
+        (RunStopped("mismatch is not 0", "b"), 3, "error: mismatch is not 0"),
+        (RunLeft("left on SIGTERM", 143), 143, "left on SIGTERM; continue with --resume"),
+        (RunLeft("left on SIGINT", 130), 130, "left on SIGINT"),
+    ):
+
+        def ended(*_: Any, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(sys.modules["samebit.loop"], "train", ended)
+        assert main(["train", file]) == code
+        captured = capsys.readouterr()
+        assert said in captured.err and "report" not in captured.out

@@ -19,6 +19,7 @@ from samebit.spec import (  # isort: skip
     FP8_HEAD,
     FP8_ROW,
     FP8_TOKEN_GROUP,
+    INT4_ROW,
     INT8_ROW,
     Attention,
     Backward,
@@ -53,6 +54,14 @@ def test_every_recipe_attends_with_the_compiled_constants(recipe):
 def test_other_attention_constants_are_refused_by_name(spec, named):
     with pytest.raises(ValueError, match=named):
         _ops_attention.check_spec(spec)
+
+
+def test_a_format_without_a_kernel_is_refused_by_name():
+    weight = allocate_weight((2,), 128, INT4_ROW, torch.device("cpu"))
+    with pytest.raises(ValueError, match="int4"):
+        ops.quantize_activation(torch.ones(2, 128).bfloat16(), INT4_ROW)
+    with pytest.raises(ValueError, match="int4"):
+        ops.refresh_weight(weight, torch.ones(2, 128))
 
 
 def paged(sequence, positions, sequences=2):

@@ -191,3 +191,52 @@ def test_unsupported_precisions_are_named():
     with pytest.raises(ValueError, match="takes no block"):
         Precision("bf16", (1, 128))
     assert INT8.max == 127.0
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    bits=st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=40),
+    width=st.integers(1, 300),
+    precision=st.sampled_from([FP8_TOKEN_GROUP, FP8_ROW, INT8_ROW]),
+)
+def test_any_bf16_bits_give_close_codes_or_a_visible_fault(bits, width, precision):
+    """Denormals, infinities, NaN and signed zeros of every kind, repeated to a row of any width."""
+    row = np.resize(np.array(bits, dtype=np.uint16), width).view(np.int16)
+    x = torch.from_numpy(row.copy()).view(torch.bfloat16)[None]
+    got = quantize_activation(x, precision)
+    back = dequantize(got)[0, :width].double()
+    size = 128 if precision == FP8_TOKEN_GROUP else width
+    for start in range(0, width, size):
+        group = x[0, start : start + size].double()
+        found = back[start : start + size]
+        if not bool(torch.isfinite(group).all()):
+            assert bool(torch.isnan(found).all()), "a fault is never turned into a number"
+            continue
+        amax = max(float(group.abs().max()), AMAX_FLOOR)
+        # half a step at the top of the range: 1/28 of it for e4m3, 1/254 for INT8
+        limit = amax * ((1 / 254) if precision == INT8_ROW else (1 / 28)) * (1 + 1e-5)
+        assert float((found - group).abs().max()) <= limit
+        assert bool(((found == 0) | (found.sign() == group.sign())).all())
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    bits=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=20),
+    rows=st.integers(1, 150),
+    columns=st.integers(1, 150),
+)
+def test_any_fp32_master_bits_give_close_codes_or_a_visible_fault(bits, rows, columns):
+    flat = np.resize(np.array(bits, dtype=np.int32), rows * columns)
+    master = torch.from_numpy(flat.copy()).view(torch.float32).reshape(rows, columns)
+    weight = allocate_weight((rows,), columns, FP8_BLOCK, CPU)
+    refresh_weight(weight, master)
+    back = dequantize_weight(weight)[:rows, :columns].double()
+    for r in range(0, rows, 128):
+        for c in range(0, columns, 128):
+            block = master[r : r + 128, c : c + 128].double()
+            found = back[r : r + 128, c : c + 128]
+            if not bool(torch.isfinite(block).all()):
+                assert bool(torch.isnan(found).all())
+                continue
+            amax = max(float(block.abs().max()), AMAX_FLOOR)
+            assert float((found - block).abs().max()) <= amax / 28 * (1 + 1e-5)

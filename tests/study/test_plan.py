@@ -133,11 +133,11 @@ def test_the_command_checks_before_it_runs(write: Any, capsys: Any):
     assert "mixed:3" in capsys.readouterr().err
 
 
-def test_the_shipped_study_is_sound():
+def test_the_shipped_study_is_sound(tmp_path: Path):
     path = Path(__file__).parents[2] / "recipes" / "study.toml"
     study = load_study(path)
     assert len(study.header.seeds) >= 3 and study.warmup is not None
     kinds = {(job.config.recipe, job.config.rl.correction["name"]) for job in study.jobs}
     mixed = {("int4-rollout", name) for name in ("none", "tis", "acr")}
     assert kinds >= mixed | {("bf16", "none"), ("fp8", "none"), ("int8", "none")}
-    assert main(["study", str(path), "--dry-run"]) == 0
+    assert main(["study", str(path), "--dry-run", "--out", str(tmp_path)]) == 0

@@ -171,6 +171,11 @@ def test_what_is_wrong_with_a_whole_file(tmp_path, name, rows, message):
             load(str(path), on_bad_row=policy)
 
 
+def test_a_folder_is_named_as_one(tmp_path):
+    with pytest.raises(ValueError, match=r"a folder; name the files in it"):
+        load(str(tmp_path))
+
+
 def test_patterns_and_unknown_encodings(write, tmp_path):
     write(numbered(2), "a1.jsonl")
     path = write([{"prompt": "other", "answer": 1}], "a2.jsonl")

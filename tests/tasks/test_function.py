@@ -132,3 +132,19 @@ def test_where_the_function_is_looked_for(tmp_path):
     ]:
         with pytest.raises(ValueError, match=message):
             load_function(path)
+
+
+@pytest.mark.parametrize("value", [10**400, 1e39, -1e308])
+def test_a_number_beyond_fp32_is_no_reward(value):
+    with pytest.raises(ValueError, match="finite in FP32"):
+        as_reward(value, "reward")
+
+
+def test_a_parameter_that_no_column_fills_is_named(tmp_path):
+    function = make(tmp_path, "def reward(completions, levels, weight=1):\n    return [1.0] * 2\n")
+    with pytest.raises(ValueError, match=r"'levels', which is no column.*Did you mean 'level'"):
+        call(function)
+    fine = make(
+        tmp_path, "def second(completions, level, weight=1):\n    return [1.0] * 2\n", "second"
+    )
+    assert call(fine)[0] == [1.0, 1.0]

@@ -9,6 +9,7 @@ import torch
 
 from samebit.models.load import load_model
 from samebit.quant.plan import load_recipe
+from samebit.rl.registry import load_algorithm, load_correction
 from samebit.train.pack import pack_part
 from samebit.train.step import Trainer
 from tests.tiny import tiny_folder
@@ -198,3 +199,35 @@ def test_a_pack_feeds_a_prompt_once_and_predicts_every_token(folder):
             assert [ids[r] for r in rows[1:]] == list(sample.ids[:-1])
             place += len(sample.ids)
     assert batch.layout.positions[batch.predicting[0]] == len(groups[0].prompt.ids) - 1
+
+
+def test_calibrated_clipping_calibrates_on_due_steps_and_keeps_its_bounds(folder):
+    model = load_model(folder, load_recipe("fp8"))
+    shadow = load_model(folder, load_recipe("bf16"))
+    config = config_for(rl={"epochs": 3}, learning_rate=5e-3)
+    trainer = Trainer(
+        model,
+        config,
+        load_algorithm("grpo", {}),
+        load_correction("calibrated", {"every": 2}),
+        shadow=shadow,
+    )
+    trainer.step(rollout(model))
+    bounds = trainer.correction.calibrated
+    assert bounds is not None and bounds[0] <= 1.0 <= bounds[1]
+    # the shadow ran at the weights before the last update of the step
+    assert trainer.correction.state() == {"calibrated": list(bounds)}
+    trainer.step(rollout(model, first_id=100))  # step 1 is not due
+    assert trainer.correction.calibrated == bounds
+    again = load_correction("calibrated", {"every": 2}).with_state(trainer.correction.state())
+    assert again.calibrated == bounds
+
+
+def test_a_reference_model_supplies_the_kl(folder):
+    model, reference = (load_model(folder, load_recipe("fp8")) for _ in range(2))
+    algorithm = load_algorithm("grpo", {"kl_coefficient": 0.1})
+    trainer = Trainer(model, config_for(), algorithm, load_correction("none", {}), reference)
+    first = trainer.step(rollout(model))
+    assert first["rl/reference_kl"] == 0.0  # the same weights, the same bits
+    second = trainer.step(rollout(model, first_id=100))
+    assert second["rl/reference_kl"] > 0.0

@@ -60,7 +60,7 @@ def evaluate(target: Target, recipe: str, reporter: Reporter) -> dict[str, Any]:
     from samebit.types import Sampling
 
     config = target.config
-    task = load_task(config.task.name, config.task.options)
+    task = load_task(config.task.name, config.task.options, config.seed)
     try:
         model, tokenizer, _ = load_policy(target, recipe)
         task.bind(tokenizer)

@@ -74,5 +74,8 @@ def load_policy(target: Target, recipe: str | None = None) -> tuple[Decoder, Tok
 def needs_task(config: Config) -> TaskSection:
     """The task of a config; ValueError for a bare model, which has none."""
     if config.task.name == "none":
-        raise ValueError("a bare model has no task; give a run folder or a TOML file with [task]")
+        raise ValueError(
+            f"{config.model!r} is no run folder, checkpoint or TOML file, and a bare model has no "
+            "task; give one of them"
+        )
     return config.task

@@ -37,6 +37,7 @@ def run(args: Sequence[str]) -> int:
         return 0
     (name,) = expect(found, ["MODEL, RUN or CHECKPOINT"], USAGE)
     samples = found.number("samples", 1)
+    _require_place(found.text("out"))
     target = find_target(name, found.overrides)
     rows = list(_read_rows(found.text("prompts")))
     if not rows:
@@ -72,10 +73,16 @@ def _generate(
         engine.close()
 
 
+def _require_place(out: str) -> None:
+    """ValueError where `--out` cannot be written: found before sampling, not after it."""
+    if out and (Path(out).is_dir() or not Path(out).parent.is_dir()):
+        raise ValueError(f"--out {out}: must be a file in a folder that exists")
+
+
 def _read_rows(path: str) -> Iterator[Any]:
     """The `prompt` of every line; ValueError naming file and line."""
     where = path or "standard input"
-    lines = Path(path).read_text(encoding="utf-8").split("\n") if path else sys.stdin
+    lines = _read_text(path).split("\n") if path else sys.stdin
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -90,6 +97,13 @@ def _read_rows(path: str) -> Iterator[Any]:
                 '{"role": ..., "content": ...}'
             )
         yield prompt
+
+
+def _read_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 ({error})") from None
 
 
 def _is_chat(value: Any) -> bool:
@@ -120,9 +134,12 @@ def _write(found: Arguments, groups: list[Group]) -> None:
         _write_lines(sys.stdout, groups, found.flag("logps"))
         return
     temporary = Path(path).with_name(f".{Path(path).name}.partial")
-    with open(temporary, "w", encoding="utf-8") as file:
-        _write_lines(file, groups, found.flag("logps"))
-    temporary.replace(path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            _write_lines(file, groups, found.flag("logps"))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _write_lines(stream: TextIO, groups: list[Group], logps: bool) -> None:

@@ -40,7 +40,7 @@ def validate(config: Config, origin: str) -> list[str]:
             config.rl.epochs * config.rl.mini_batches,
         )
     with _prefixed(origin, "task"):
-        load_task(config.task.name, config.task.options).close()
+        load_task(config.task.name, config.task.options, config.seed).close()
     return warnings
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import pkgutil
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -11,6 +10,7 @@ from samebit import engine as package
 from samebit.config import RolloutConfig
 from samebit.models.decoder import Decoder
 from samebit.models.tokenizer import Tokenizer
+from samebit.modules import import_named
 from samebit.types import Group, Prompt, Sampling
 
 Progress = Callable[[int, int, int], None]
@@ -73,7 +73,8 @@ def load_engine(name: str) -> type[RolloutEngine]:
             f"rollout.engine {name!r} is unknown; known engines: {', '.join(engine_names())}; or "
             "give a dotted module"
         )
-    module: Any = importlib.import_module(name if "." in name else f"{package.__name__}.{name}")
+    path = name if "." in name else f"{package.__name__}.{name}"
+    module: Any = import_named(path, "rollout.engine")
     engine = getattr(module, "Engine", None)
     if not isinstance(engine, type):
         raise ValueError(f"module of engine {name!r} must define a class Engine")

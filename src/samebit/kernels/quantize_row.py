@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from samebit.formats import INT8, Format
+from samebit.formats import E4M3, INT8, Format
 from samebit.kernels.quantize_common import (
     E4M3_LARGEST,
     INT8_LARGEST,
@@ -64,9 +64,12 @@ def quantize_rows(
     """Codes [R, ceil128(K)] in `fmt` (INT8 or E4M3) and scales FP32 [R] of BF16 or FP32 x [R, K].
 
     Rows are tokens (activations) or output channels (weights, from the FP32 master). `codes` may
-    have more rows than R (a fused buffer's padding); only the first R are written.
+    have more rows than R (a fused buffer's padding); only the first R are written. ValueError for
+    other formats (INT4 is a stress format of the CPU reference).
     """
     R, K = x_RK.shape
+    if fmt not in (INT8, E4M3):
+        raise ValueError(f"the Hopper kernels quantise rows to int8 or e4m3, not {fmt.name}")
     if K > WIDEST:
         raise ValueError(f"row quantisation holds at most {WIDEST} columns, got {K}; use blocks")
     if codes is None:

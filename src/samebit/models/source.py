@@ -119,6 +119,31 @@ def _check_folder(folder: Path) -> Path:
     return folder
 
 
+_ENDS = 1 << 20
+
+
+def fingerprint(folder: Path) -> str:
+    """sha256 that tells model folders apart: small files whole, of each weight file its two ends.
+
+    A megabyte at either end of a weight file holds the header and real weights; reading all of a
+    large model twice at every start would not be worth the rest.
+    """
+    digest = hashlib.sha256()
+    names = [
+        "config.json",
+        "tokenizer.json",
+        *(p.name for p in sorted(folder.glob("*.safetensors"))),
+    ]
+    for path in (folder / name for name in names if (folder / name).is_file()):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}\n".encode())
+        with open(path, "rb") as file:
+            digest.update(file.read(_ENDS))
+            file.seek(max(0, size - _ENDS))
+            digest.update(file.read(_ENDS))
+    return digest.hexdigest()
+
+
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file, read in pieces."""
     with open(path, "rb") as file:

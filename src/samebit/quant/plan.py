@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from samebit.formats import AMAX_FLOOR, BLOCK
+from samebit.modules import import_named
 from samebit.quant import recipes
 from samebit.quant.flow import is_unified
 from samebit.spec import Recipe, Role
@@ -102,7 +103,7 @@ def recipe_names() -> list[str]:
 def load_recipe(name: str) -> Recipe:
     """The RECIPE of quant/recipes/<name>.py, or of a dotted module path outside the package."""
     if "." in name:
-        return _recipe_of(importlib.import_module(name), name)
+        return _recipe_of(import_named(name, "recipe"), name)
     if name not in recipe_names():
         known = ", ".join(recipe_names())
         raise ValueError(

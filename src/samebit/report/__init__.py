@@ -15,6 +15,10 @@ def write_report(runs: Sequence[RunData], target: str | Path) -> Path:
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.partial")
-    temporary.write_text(render(runs), encoding="utf-8")
-    os.replace(temporary, target)
+    page = render(runs)
+    try:
+        temporary.write_text(page, encoding="utf-8")
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
     return target

@@ -72,6 +72,8 @@ def load_correction(name: str, table: Mapping[str, Any] | None = None) -> Correc
 
 def _find(name: str, package: str, class_name: str, what: str, known: Any) -> Any:
     path = name if "." in name else f"{package}.{name}"
+    if not all(part.isidentifier() for part in path.split(".")):
+        raise ValueError(f"{what} {name!r} is neither a name nor a dotted module path")
     try:
         module = importlib.import_module(path)
     except ModuleNotFoundError as error:

@@ -61,7 +61,7 @@ def prepare_model(study: Study, note: Callable[[str], None]) -> None:
         return
     config = study.jobs[0].config
     set_threads(config)
-    task = load_task(config.task.name, config.task.options)
+    task = load_task(config.task.name, config.task.options, config.seed)
     try:
         warm_up(study.model_folder, study.warmup, task, note)
     finally:

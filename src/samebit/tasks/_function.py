@@ -9,13 +9,16 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Literal
 
 from samebit.tasks._config import nearest
 from samebit.tasks._stats import RewardStats
 from samebit.types import Prompt
+
+LARGEST_REWARD = float(2**128 - 2**104)
+"""FP32's largest number; the squares of deviations of such rewards are finite in FP64."""
 
 
 def load_function(path: str) -> Callable[..., Any]:
@@ -81,12 +84,14 @@ def as_reward(value: Any, where: str) -> float | None:
         raise ValueError(f"{where} returned {value!r}: expected a number or None.")
     try:
         number = float(value)
+    except OverflowError:
+        number = math.inf
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"{where} returned a {type(value).__name__}: expected a number or None."
         ) from error
-    if not math.isfinite(number):
-        raise ValueError(f"{where} returned {number}: expected a finite number, or None.")
+    if not abs(number) <= LARGEST_REWARD:
+        raise ValueError(f"{where} returned {number}: expected a number, finite in FP32, or None.")
     return number
 
 
@@ -140,6 +145,17 @@ class RewardFunction:
             return None
         return frozenset(p.name for p in parameters if p.kind is not p.VAR_POSITIONAL)
 
+    def _require_columns(self, given: Set[str]) -> None:
+        """ValueError naming the first parameter without a default that no column fills."""
+        for parameter in inspect.signature(self._function).parameters.values():
+            variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if variable or parameter.default is not parameter.empty or parameter.name in given:
+                continue
+            raise ValueError(
+                f"reward function {self._path} needs {parameter.name!r}, which is no column of "
+                f"this task.{nearest(parameter.name, given)}"
+            )
+
     def _trl(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | None]:
         given: list[Any] = list(completions)
         if self._format == "messages":
@@ -150,6 +166,7 @@ class RewardFunction:
             name: [prompt.columns.get(name) for prompt in prompts] for name in names
         }
         keywords["prompts"] = shown
+        self._require_columns({"completions", *keywords})
         if self._accepted is not None:
             keywords = {key: value for key, value in keywords.items() if key in self._accepted}
         returned = self._function(completions=given, **keywords)

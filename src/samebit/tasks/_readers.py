@@ -39,6 +39,8 @@ def read_rows(path: Path, *, encoding: str = "utf-8", max_row_bytes: int) -> Ite
     Raises ValueError for what concerns the whole file: missing, empty, of an unknown kind, in an
     unknown encoding, without a header, or Parquet without pyarrow.
     """
+    if path.is_dir():
+        raise ValueError(f"{path}: a folder; name the files in it, such as {path}/*.jsonl.")
     if not path.is_file():
         raise ValueError(f"{path}: no such file.")
     suffix = path.suffix.lower()

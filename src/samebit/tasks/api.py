@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from samebit.modules import import_named
 from samebit.tasks._config import build_config, nearest
 from samebit.tasks._function import RewardFunction
 from samebit.tasks._stats import RewardStats
@@ -253,8 +254,10 @@ def task_names() -> list[str]:
     )
 
 
-def load_task(name: str, table: Mapping[str, Any]) -> TaskBase:
+def load_task(name: str, table: Mapping[str, Any], seed: int | None = None) -> TaskBase:
     """Build a task from its name (a file of this folder, or a dotted path) and its table of keys.
+
+    seed: the run's, for a table that names none of its own.
 
     Raises ValueError for an unknown task, an unknown or mistyped key, and whatever the task itself
     finds wrong with its files: all before any model is needed.
@@ -265,13 +268,10 @@ def load_task(name: str, table: Mapping[str, Any]) -> TaskBase:
         path = name
     else:
         raise ValueError(f"unknown task {name!r}.{nearest(name, task_names())}")
-    try:
-        module = importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (path == error.name or path.startswith(error.name + ".")):
-            raise
-        raise ValueError(f"task {name!r}: no module {error.name!r} can be imported.") from error
+    module = import_named(path, "task")
     for attribute in ("Config", "Task"):
         if not hasattr(module, attribute):
             raise ValueError(f"task {name!r}: module {path} does not define {attribute}.")
+    if seed is not None:
+        table = {"seed": seed} | dict(table)
     return module.Task(build_config(module.Config, table, f"task {name}"))
