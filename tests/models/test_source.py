@@ -2,11 +2,11 @@
 
 import errno
 import hashlib
+import importlib
 import json
 import multiprocessing
 import zipfile
 
-import httpx
 import pytest
 from huggingface_hub import errors
 
@@ -15,6 +15,9 @@ from samebit.models.source import MANIFEST, PACKAGES, Package, resolve, sha256_o
 from samebit.models.weights import CheckpointReader
 from tests.models.test_gguf import write_gguf
 from tests.tiny import tiny_folder
+
+# the hub's HTTP client: httpx, or httpx2 from huggingface_hub 2 on
+client = importlib.import_module(errors.HTTPError.__module__.partition(".")[0])
 
 
 @pytest.fixture
@@ -28,7 +31,9 @@ def test_a_local_folder_is_itself(tmp_path):
     assert resolve(str(folder)) == folder
 
 
-def test_local_refusals(tmp_path):
+def test_local_refusals(tmp_path, monkeypatch):
+    (tmp_path / "inner").mkdir()
+    monkeypatch.chdir(tmp_path / "inner")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"no config\.json"):
         resolve(str(tmp_path / "empty"))
@@ -200,7 +205,7 @@ def test_an_installed_wheel_is_used_without_pip(package, tmp_path, gguf_file, mo
 
 
 def http_error(kind, message="told so"):
-    return kind(message, response=httpx.Response(404, request=httpx.Request("GET", "http://x")))
+    return kind(message, response=client.Response(404, request=client.Request("GET", "http://x")))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +216,7 @@ def http_error(kind, message="told so"):
         (http_error(errors.RevisionNotFoundError), "no revision 'r1'"),
         (http_error(errors.HfHubHTTPError), "could not be read"),
         (errors.LocalEntryNotFoundError("offline"), "check the network"),
-        (httpx.ReadTimeout("slow"), "slow"),
+        (client.ReadTimeout("slow"), "slow"),
         (OSError(errno.ECONNRESET, "reset"), "reset"),
     ],
 )
