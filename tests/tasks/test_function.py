@@ -148,3 +148,15 @@ def test_a_parameter_that_no_column_fills_is_named(tmp_path):
         tmp_path, "def second(completions, level, weight=1):\n    return [1.0] * 2\n", "second"
     )
     assert call(fine)[0] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("on_error", ["stop", "no-verdict"])
+def test_a_reward_function_that_exits_is_an_error_like_any_other(tmp_path, on_error):
+    body = "def reward(completions, **columns):\n    raise SystemExit(0)\n"
+    function = make(tmp_path, body, on_error=on_error)
+    if on_error == "stop":
+        with pytest.raises(RuntimeError, match=r"called exit\(0\)"):
+            call(function)
+        return
+    rewards, stats = call(function)
+    assert rewards == [None, None] and stats["crashes"] == 2

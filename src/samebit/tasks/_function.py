@@ -131,7 +131,10 @@ class RewardFunction:
         self, call: Callable[[], list[float | None]], count: int, stats: RewardStats
     ) -> list[float | None]:
         try:
-            return call()
+            try:
+                return call()
+            except SystemExit as error:
+                raise RuntimeError(f"reward function {self._path} called exit({error})") from error
         except Exception:
             if self._on_error == "stop":
                 raise
