@@ -212,8 +212,11 @@ def test_calibrated_clipping_calibrates_on_due_steps_and_keeps_its_bounds(folder
         load_correction("calibrated", {"every": 2}),
         shadow=shadow,
     )
-    trainer.step(rollout(model))
+    metrics = trainer.step(rollout(model))
     bounds = trainer.correction.calibrated
+    # metrics are taken of FP32 values
+    assert metrics["rl/calibrated_lower"] == pytest.approx(bounds[0], rel=1e-6)
+    assert metrics["rl/calibrated_upper"] == pytest.approx(bounds[1], rel=1e-6)
     assert bounds is not None and bounds[0] <= 1.0 <= bounds[1]
     # the shadow ran at the weights before the last update of the step
     assert trainer.correction.state() == {"calibrated": list(bounds)}

@@ -18,6 +18,7 @@ import torch
 
 from samebit.formats import BLOCK, E4M3
 from samebit.models.config import read_config, read_json
+from samebit.models.source import SIDE_FILES
 from samebit.models.weights import (
     SHARD_BYTES,
     CheckpointReader,
@@ -30,17 +31,6 @@ from samebit.models.weights import (
 log = logging.getLogger(__name__)
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-COPIED_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 _MASTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -232,7 +222,7 @@ def _publish(
     # One spelling: an old torch_dtype beside the new dtype could contradict it.
     config.pop("torch_dtype", None)
     config.update(dtype="bfloat16", **settings)
-    copied = [source / name for name in COPIED_FILES if (source / name).is_file()]
+    copied = [source / name for name in SIDE_FILES if (source / name).is_file()]
     needed = sum(tensor.bytes for tensor in sources) + sum(path.stat().st_size for path in copied)
     with atomic_folder(target, needed_bytes=needed) as folder:
         for path in copied:

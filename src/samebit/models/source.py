@@ -40,11 +40,7 @@ MANIFEST = "samebit-manifest.json"
 CONVERTER_VERSION = 1
 """Part of every cache key: raise it when `convert_gguf` writes something else."""
 
-HUB_PATTERNS = (
-    "model.safetensors",
-    "model-*.safetensors",
-    "model.safetensors.index.json",
-    "config.json",
+SIDE_FILES = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -54,6 +50,14 @@ HUB_PATTERNS = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+)
+"""What a model folder holds beside config and weights: fetched from a hub, copied by an export."""
+HUB_PATTERNS = (
+    "model.safetensors",
+    "model-*.safetensors",
+    "model.safetensors.index.json",
+    "config.json",
+    *SIDE_FILES,
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 _LOG2E = 1.4426950408889634
-_LN2 = 0.6931471805599453
 _LN2_HIGH = 0.693145751953125
 """ln 2 cut to 16 bits: n * _LN2_HIGH is exact for |n| <= 128."""
 _LN2_LOW = 1.42860682030941723212e-6

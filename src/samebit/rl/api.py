@@ -216,6 +216,10 @@ class Correction:
         """
         return self
 
+    def bound_metrics(self, lower: float, upper: float) -> Metrics:
+        """Once a step: the bounds in force, where they are the correction's own."""
+        return Metrics()
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint must keep of `prepare`'s results (JSON values)."""
         return {}

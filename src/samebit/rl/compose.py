@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from samebit.rl.api import Bound, Correction, TokenBatch, Weights
+from samebit.rl.metrics import Metrics
 from samebit.rl.ratios import weight_metrics
 
 
@@ -31,6 +32,13 @@ class Composed(Correction):
     def prepare(self, batch: TokenBatch, lower: float, upper: float) -> Correction:
         """Each part prepared."""
         return Composed(tuple(part.prepare(batch, lower, upper) for part in self.parts))
+
+    def bound_metrics(self, lower: float, upper: float) -> Metrics:
+        """Those of every part."""
+        merged = Metrics()
+        for part in self.parts:
+            merged = merged.merge(part.bound_metrics(lower, upper))
+        return merged
 
     def state(self) -> dict[str, Any]:
         """Each part's state, by place."""

@@ -121,6 +121,8 @@ class Trainer:
             batches = self._pack(groups, part)
             self._prepare_correction(rollout, batches, last=index == len(parts) - 1)
             numbers |= self._update(rollout, batches, observe=index == 0)
+        if self.correction.moves_bounds:
+            rollout.merge(self.correction.bound_metrics(*self.algorithm.clip_bounds))
         self.steps += 1
         numbers["train/skipped_steps"] = float(self.skipped)
         return rollout.metrics.compute() | numbers | probe.measure()

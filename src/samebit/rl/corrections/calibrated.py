@@ -75,7 +75,7 @@ class Correction(api.Correction):
         return Correction(self.config, (lower, upper))
 
     def weights(self, batch: TokenBatch) -> Weights:
-        """Ones, with the bounds in force as metrics."""
+        """Ones."""
         weight_T = torch.ones_like(batch.logp_T)
         entries = weight_metrics(batch, weight_T)
         return Weights(weight_T, entries)
@@ -85,7 +85,7 @@ class Correction(api.Correction):
         return (lower, upper) if self.calibrated is None else self.calibrated
 
     def bound_metrics(self, lower: float, upper: float) -> metrics.Metrics:
-        """`rl/calibrated_lower` and `_upper`, once a step."""
+        """`rl/calibrated_lower` and `_upper`."""
         low, high = (lower, upper) if self.calibrated is None else self.calibrated
         one = torch.ones(1, dtype=torch.bool)
         return metrics.Metrics(
