@@ -6,13 +6,16 @@ pattern on parameter names. The three GEMMs of a linear are forward, input_grad 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from samebit.formats import BLOCK, get_format
 
 Role = Literal["qkv", "out", "gate_up", "down", "head"]
 ROLES: tuple[Role, ...] = ("qkv", "out", "gate_up", "down", "head")
+
+_SILENT = {"silent_default": True}
+"""On a field added later: left out of `to_dict` at its default, so that earlier plans keep their digest."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +61,14 @@ class Gemm:
     """One matrix product. `promote`: elements of K summed before the scale and the FP32 accumulator.
 
     promote = 0 means the whole of K (exact INT32 sums, and BF16, where K order is one chain).
+    library: the product is the platform's own (cuBLAS), free to sum in another order for another
+    number of rows. Nothing then says that a row keeps its bits from batch to batch.
     """
 
     lhs: Precision
     rhs: Precision
     promote: int = 0
+    library: bool = field(default=False, metadata=_SILENT)
 
     def __post_init__(self) -> None:
         if (self.lhs.format, self.rhs.format) not in {
@@ -77,12 +83,15 @@ class Gemm:
             )
         if self.lhs.format == "e4m3" and self.promote <= 0:
             raise ValueError("an FP8 GEMM needs promote > 0: the tensor core keeps too few bits")
+        if self.library and self.lhs.format != "bf16":
+            raise ValueError(f"only BF16 has a library product here, not {self.lhs}")
 
     def __str__(self) -> str:
-        return f"{self.lhs} x {self.rhs}"
+        return f"{self.lhs} x {self.rhs}{' (library)' if self.library else ''}"
 
 
 GEMM_BF16 = Gemm(BF16, BF16)
+GEMM_LIBRARY = Gemm(BF16, BF16, library=True)
 GEMM_HEAD = Gemm(BF16, BF16)
 """The head multiplies BF16 by BF16 and keeps FP32 logits (docs/numerics.md)."""
 
@@ -160,8 +169,15 @@ class Recipe:
     @property
     def quantised(self) -> bool:
         """Whether any forward GEMM of either side uses scaled operands."""
-        flows = (self.rollout, self.train)
-        return any(f.gemm(r).lhs.block is not None for f in flows for r in ROLES)
+        return any(gemm.lhs.block is not None for gemm in self._forward_gemms())
+
+    @property
+    def library(self) -> bool:
+        """Whether any forward GEMM of either side is the platform's own, without a promise of bits."""
+        return any(gemm.library for gemm in self._forward_gemms())
+
+    def _forward_gemms(self) -> list[Gemm]:
+        return [flow.gemm(role) for flow in (self.rollout, self.train) for role in ROLES]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dict for hashing and saving."""
@@ -170,7 +186,11 @@ class Recipe:
 
 def _plain(value: Any) -> Any:
     if hasattr(value, "__dataclass_fields__"):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+        return {
+            f.name: _plain(getattr(value, f.name))
+            for f in fields(value)
+            if not (f.metadata.get("silent_default") and getattr(value, f.name) == f.default)
+        }
     if isinstance(value, tuple):
         return [_plain(v) for v in value]
     return value

@@ -29,7 +29,20 @@ CONFIG = ModelConfig(
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_unified_is_what_the_name_says(name):
-    assert is_unified(load_recipe(name)) == (not name.endswith("-rollout"))
+    assert is_unified(load_recipe(name)) == (not name.endswith(("-rollout", "-fast")))
+
+
+def test_a_library_gemm_is_unified_with_nothing_and_changes_no_other_plan_s_digest():
+    fast, plain = load_recipe("bf16-fast"), load_recipe("bf16")
+    assert fast.library and not plain.library and graph(fast.rollout) == graph(fast.train)
+    assert all(fast.train.gemm(role).library for role in ("qkv", "out", "gate_up", "down"))
+    assert not fast.train.head.library
+    assert "library" not in str(plain.to_dict()) and "'library': True" in str(fast.to_dict())
+    shapes = linear_shapes(CONFIG)
+    assert resolve(fast, shapes).digest != resolve(plain, shapes).digest
+    assert len(differing_edges(fast.train, plain.train)) == 8
+    with pytest.raises(ValueError, match="only BF16 has a library product"):
+        replace(load_recipe("fp8").train.qkv, library=True)
 
 
 def test_jet_rl_s_flow_is_the_paper_s():

@@ -64,8 +64,8 @@ def test_the_name_says_the_kind(folder: Path, name: str):
     recipe = load_recipe(name)
     assert recipe.name == name and recipe.summary
     unified = load_model(folder, recipe).plan.unified
-    assert unified == (not name.endswith("-rollout"))
-    if not unified:
+    assert unified == (not name.endswith(("-rollout", "-fast")))
+    if name.endswith("-rollout"):
         assert recipe.train == Flow() and recipe.backward == Backward()
         assert recipe.quantised and recipe.rollout.attention == Flow().attention
 

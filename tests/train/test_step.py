@@ -70,6 +70,14 @@ def test_a_mixed_recipe_s_mismatch_is_clearly_not_zero(folder, recipe):
     assert metrics["mismatch/logp_abs_mean"] > 1e-3
 
 
+def test_library_gemms_promise_nothing_and_are_measured(folder):
+    trainer = build(folder, "bf16-fast")
+    assert not trainer.model.plan.unified
+    metrics = trainer.step(rollout(trainer.model))
+    assert metrics["mismatch/tokens"] == 30
+    assert metrics["mismatch/logp_abs_mean"] < 0.02  # 0 where the CPU's library is row-invariant
+
+
 @pytest.mark.parametrize(("recipe", "limit"), [("bf16", 1e-6), ("fp8", 1e-5)])
 def test_any_split_into_micro_batches_gives_the_same_gradient(folder, recipe, limit):
     whole = build(folder, recipe)

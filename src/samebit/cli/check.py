@@ -63,7 +63,7 @@ def _print_environment(found: dict[str, Any]) -> None:
     for device, state in found["backends"].items():
         print(f"  {device}: {state}")
     print("recipes")
-    for kind in ("unified", "mixed"):
+    for kind in ("unified", "mixed", "library"):
         names = [name for name, value in found["recipes"].items() if value == kind]
         print(f"  {kind}: {', '.join(names)}")
     print("checks")

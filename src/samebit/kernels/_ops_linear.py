@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from samebit.formats import BLOCK, get_format
 from samebit.kernels.gemm_bf16 import bf16_gemm
@@ -98,6 +99,8 @@ def gemm(
     Where a part that is not the last has padding rows, the product is made over all stored rows and
     gathered: a column's bits do not depend on its place.
     """
+    if spec.library:
+        return F.linear(lhs.codes, weight.codes, bias_N)
     if weight.scale is None:
         return bf16_gemm(lhs.codes, weight.codes, bias_N=bias_N)
     if weight.last_part_padded:

@@ -27,6 +27,7 @@ class Edge:
 def _linear_edges(flow: Flow, role: str, source: str, target: str) -> list[Edge]:
     gemm = flow.gemm(role)  # type: ignore[arg-type]
     promote = f" promote {gemm.promote}" if gemm.promote else ""
+    promote += " library" if gemm.library else ""
     out = "fp32" if role == "head" else str(flow.between)
     return [
         Edge(source, role, "activation", f"{gemm.lhs}{promote}"),
@@ -58,8 +59,11 @@ def graph(flow: Flow) -> frozenset[Edge]:
 
 
 def is_unified(recipe: Recipe) -> bool:
-    """True when the rollout graph is a subgraph of the training forward graph."""
-    return graph(recipe.rollout) <= graph(recipe.train)
+    """True when the rollout graph is a subgraph of the training forward graph.
+
+    A library GEMM is no function of its row alone, so a flow with one is unified with nothing.
+    """
+    return graph(recipe.rollout) <= graph(recipe.train) and not recipe.library
 
 
 def differing_edges(a: Flow, b: Flow) -> list[tuple[Edge | None, Edge | None]]:

@@ -48,6 +48,8 @@ def gemm(
     lhs: Operand, weight: QuantizedWeight, spec: Gemm, bias_N: torch.Tensor | None = None
 ) -> torch.Tensor:
     """lhs [T, K] x weight [N, K]^T -> BF16 [T, N]; bias (BF16 values) is added in FP32 before rounding."""
+    if spec.library:
+        return F.linear(lhs.codes, weight.codes, bias_N)
     if spec.rhs.block is None:
         return _bf16(lhs.codes, weight.codes, bias_N)
     if spec.rhs.format in ("int8", "int4"):
