@@ -28,7 +28,7 @@ def test_every_bar_is_met_and_the_json_says_so(capsys: Any):
     assert main(["check", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["failed"] == []
-    assert len(report["results"]) == check.number_of_checks() == 3 + len(recipe_names())
+    assert len(report["results"]) == check.number_of_checks()
     assert report["environment"]["backends"]["cpu"] == "available: reference"
     assert report["environment"]["torch"] == torch.__version__
     assert report["environment"]["recipes"]["fp8"] == "unified"
@@ -38,8 +38,8 @@ def test_every_bar_is_met_and_the_json_says_so(capsys: Any):
 def test_a_broken_weight_misses_the_parity_bar(monkeypatch: pytest.MonkeyPatch):
     whole = check.tiny_model
 
-    def broken(recipe: str) -> Any:
-        model = whole(recipe)
+    def broken(recipe: str, device: str) -> Any:
+        model = whole(recipe, device=device)
         inject_fault(model, "scale", "layers.1.down")
         return model
 
@@ -74,8 +74,26 @@ def test_a_library_that_mixes_rows_is_seen(monkeypatch: pytest.MonkeyPatch):
 
 def test_exit_code_1_when_a_bar_is_missed(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     missed = [check.Result("parity of fp8", False, "3 tokens differ", 0.1)]
-    monkeypatch.setattr(check, "results", lambda: iter(missed))
+    monkeypatch.setattr(check, "results", lambda device: iter(missed))
     assert main(["check"]) == 1
     text = capsys.readouterr().out
     assert "FAILED  parity of fp8: 3 tokens differ" in text
     assert main(["check", "--json"]) == 1
+
+
+def test_the_tiny_model_and_the_recipes_checked_are_ones_that_the_kernels_take():
+    assert check.TINY.head_dim in (64, 128)
+    on_cuda = [name for name, _ in check._checks("cuda")]
+    assert (
+        "parity of fp8 on cuda" in on_cuda and "mismatch of fp8-rollout is seen on cuda" in on_cuda
+    )
+    assert not any("int4" in name for name in on_cuda)
+    assert len(check._checks("cpu")) == 3 + len(recipe_names())
+
+
+def test_a_device_that_cannot_be_used_is_refused(capsys: Any):
+    assert main(["check", "--device", "tpu"]) == 2
+    assert "--device tpu: must be cpu or cuda" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert main(["check", "--device", "cuda"]) == 2
+        assert "cannot be used" in capsys.readouterr().err

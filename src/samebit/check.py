@@ -24,7 +24,7 @@ from samebit.quant.plan import load_recipe, recipe_names, resolve
 from samebit.reference.attention import ROWS
 from samebit.reference.gemm import ROW_LIMIT, ROW_STEP
 from samebit.reference.sampling import Transform
-from samebit.spec import Attention
+from samebit.spec import ROLES, Attention
 from samebit.trace import differing_tokens, rollout_side, training_side
 
 TINY = ModelConfig(
@@ -34,7 +34,7 @@ TINY = ModelConfig(
     layers=2,
     heads=6,
     kv_heads=2,
-    head_dim=32,
+    head_dim=64,
     vocab_size=203,
     tokenizer_size=197,
     rope_theta=10000.0,
@@ -44,7 +44,7 @@ TINY = ModelConfig(
     qkv_bias=True,
     qk_norm=True,
 )
-"""Awkward on purpose: partial blocks, grouped heads, bias, head norms, masked ids."""
+"""Awkward on purpose: partial blocks, grouped heads, bias, head norms, masked ids; every device's."""
 
 LENGTHS = (18, 5, 11, 24)
 SHAPES = ((576, 960), (1536, 576), (576, 2048))
@@ -144,35 +144,64 @@ def _kind(name: str) -> str:
 # --- results -------------------------------------------------------------------------------------
 
 
-def results(progress: Callable[[int], None] | None = None) -> Iterator[Result]:
-    """Every check in turn."""
-    unified = [name for name in recipe_names() if _kind(name) == "unified"]
-    mixed = [name for name in recipe_names() if _kind(name) == "mixed"]
-    library = [name for name in recipe_names() if _kind(name) == "library"]
-    checks: list[tuple[str, Callable[[], tuple[bool, str]]]] = [
+def devices() -> list[str]:
+    """The device types with an operator set here, CPU first."""
+    return [name for name, state in _backends().items() if state.startswith("available")]
+
+
+def results(device: str = "") -> Iterator[Result]:
+    """Every check in turn: of one device type, or of all that `devices` lists.
+
+    ValueError for a device that cannot be used.
+    """
+    chosen = [device] if device else devices()
+    for name in chosen:
+        get_ops(torch.device(name))
+        for check_name, check in _checks(name):
+            start = time.perf_counter()
+            passed, detail = check()
+            yield Result(check_name, passed, detail, time.perf_counter() - start)
+
+
+CPU_ONLY = ("int4",)
+"""Formats that the Hopper kernels refuse; recipes that use one are checked on the CPU alone."""
+
+
+def _runs_on(name: str, device: str) -> bool:
+    recipe = load_recipe(name)
+    used = {f.gemm(role).lhs.format for f in (recipe.rollout, recipe.train) for role in ROLES}
+    return device == "cpu" or not used & set(CPU_ONLY)
+
+
+def _checks(device: str) -> list[tuple[str, Callable[[], tuple[bool, str]]]]:
+    names = [name for name in recipe_names() if _runs_on(name, device)]
+    unified = [name for name in names if _kind(name) == "unified"]
+    mixed = [name for name in names if _kind(name) == "mixed"]
+    library = [name for name in names if _kind(name) == "library"]
+    where = "" if device == "cpu" else f" on {device}"
+    whole_models: list[tuple[str, Callable[[], tuple[bool, str]]]] = [
+        *((f"parity of {n}{where}", lambda n=n: _parity(n, device)) for n in unified),
+        *((f"mismatch of {n} is seen{where}", lambda n=n: _mixed(n, device)) for n in mixed),
+        *((f"mismatch of {n} is small{where}", lambda n=n: _library(n, device)) for n in library),
+    ]
+    if device != "cpu":
+        return whole_models
+    return [
         ("e4m3 cast rounds to nearest even", _cast),
         ("library matmul rows do not know each other", _matmul_rows),
         ("attention products do not know each other", _attention_products),
-        *((f"parity of {name}", lambda name=name: _parity(name)) for name in unified),
-        *((f"mismatch of {name} is seen", lambda name=name: _mixed(name)) for name in mixed),
-        *((f"mismatch of {name} is small", lambda name=name: _library(name)) for name in library),
+        *whole_models,
     ]
-    for name, check in checks:
-        start = time.perf_counter()
-        passed, detail = check()
-        yield Result(name, passed, detail, time.perf_counter() - start)
-        if progress is not None:
-            progress(1)
 
 
-def number_of_checks() -> int:
+def number_of_checks(device: str = "") -> int:
     """How many results there will be."""
-    return 3 + len(recipe_names())
+    return sum(len(_checks(name)) for name in ([device] if device else devices()))
 
 
-def report() -> dict[str, Any]:
+def report(device: str = "") -> dict[str, Any]:
     """Environment and results as plain values."""
-    found = [asdict(result) for result in results()]
+    found = [asdict(result) for result in results(device)]
     failed = [result["name"] for result in found if not result["passed"]]
     return {"environment": environment(), "results": found, "failed": failed}
 
@@ -245,9 +274,9 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def tiny_model(recipe: str, seed: int = 0) -> Decoder:
+def tiny_model(recipe: str, seed: int = 0, device: str = "cpu") -> Decoder:
     """A random Decoder under a recipe, after an optimiser step and a refresh."""
-    model = Decoder(TINY, resolve(load_recipe(recipe), linear_shapes(TINY)))
+    model = Decoder(TINY, resolve(load_recipe(recipe), linear_shapes(TINY)), device)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -255,8 +284,8 @@ def tiny_model(recipe: str, seed: int = 0) -> Decoder:
             parameter.copy_(1 + noise if "norm" in name else noise)
     model.refresh()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    ids = torch.tensor(_sequences()[3])
-    layout = PackedLayout((Segment(0, len(ids)),))
+    ids = torch.tensor(_sequences()[3]).to(model.device)
+    layout = PackedLayout((Segment(0, len(ids)),), model.device)
     hidden = model(ids, layout, "train")
     logp, _ = model.log_prob(hidden[:-1], ids[1:], Transform(1.0, 0, 1.0))
     (-logp.mean()).backward()
@@ -272,9 +301,9 @@ def _sequences() -> list[list[int]]:
     return [torch.randint(0, high, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-def _parity(recipe: str) -> tuple[bool, str]:
+def _parity(recipe: str, device: str = "cpu") -> tuple[bool, str]:
     """batch of m = n, prefill = training forward, decode = prefill: bits of every log-prob."""
-    model, sequences = tiny_model(recipe), _sequences()
+    model, sequences = tiny_model(recipe, device=device), _sequences()
     packed = training_side(model, sequences, digests=False).logp_T
     alone = torch.cat([training_side(model, [s], digests=False).logp_T for s in sequences])
     prefill = rollout_side(model, sequences, chunk=max(LENGTHS), digests=False).logp_T
@@ -291,21 +320,21 @@ def _parity(recipe: str) -> tuple[bool, str]:
     return not missed and finite, "; ".join(missed) or (good if finite else "not finite")
 
 
-def _mixed(recipe: str) -> tuple[bool, str]:
+def _mixed(recipe: str, device: str = "cpu") -> tuple[bool, str]:
     """A mixed recipe must show a mismatch, or the measurement is broken."""
-    count, _, detail = _mismatch(recipe)
+    count, _, detail = _mismatch(recipe, device)
     return count > sum(LENGTHS) // 2, detail
 
 
-def _library(recipe: str) -> tuple[bool, str]:
+def _library(recipe: str, device: str = "cpu") -> tuple[bool, str]:
     """The platform's own products promise no bits; some CPUs' keep them all the same."""
-    _, gap, detail = _mismatch(recipe)
+    _, gap, detail = _mismatch(recipe, device)
     return gap < load_recipe(recipe).logp_gap_limit, detail
 
 
-def _mismatch(recipe: str) -> tuple[int, float, str]:
+def _mismatch(recipe: str, device: str) -> tuple[int, float, str]:
     """(tokens that differ, mean |dlogp|, both in words) between the two forwards."""
-    model, sequences = tiny_model(recipe), _sequences()
+    model, sequences = tiny_model(recipe, device=device), _sequences()
     trainer = training_side(model, sequences, digests=False).logp_T
     sampler = rollout_side(model, sequences, chunk=max(LENGTHS), digests=False).logp_T
     count, gap = differing_tokens(trainer, sampler), float((trainer - sampler).abs().mean())

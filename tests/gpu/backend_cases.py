@@ -51,6 +51,7 @@ MODELS = {
         vocab_size=49152, tokenizer_size=49152, rope_theta=100000.0, rms_eps=1e-5,
     ),
 }  # fmt: skip
+PLAIN = Transform()
 RECIPES = ("bf16", "fp8", "fp8-bf16-backward", "int8", "fp8-row", "fp8-kv")
 
 
@@ -69,7 +70,14 @@ def random_model(config: ModelConfig, recipe: str, device: torch.device, seed: i
     return model
 
 
-def rollout(model: Decoder, lengths: list[int], samples: int, new: int, **options) -> list[Group]:
+def rollout(
+    model: Decoder,
+    lengths: list[int],
+    samples: int,
+    new: int,
+    sampling: dict[str, float] | None = None,
+    **options,
+) -> list[Group]:
     """Groups drawn by the engine for random prompts of these lengths."""
     generator = torch.Generator().manual_seed(len(lengths) + new)
     limit = model.config.tokenizer_size
@@ -78,29 +86,34 @@ def rollout(model: Decoder, lengths: list[int], samples: int, new: int, **option
         for i, n in enumerate(lengths)
     ]
     engine = Engine(model, RolloutConfig(**options), None, seed=3)
-    return engine.generate(prompts, samples, Sampling(max_tokens=new), first_sample_id=7)
+    wanted = Sampling(max_tokens=new, **(sampling or {}))
+    return engine.generate(prompts, samples, wanted, first_sample_id=7)
 
 
-def train_logp(model: Decoder, groups: list[Group]) -> tuple[torch.Tensor, PackedBatch]:
+def train_logp(
+    model: Decoder, groups: list[Group], transform: Transform = PLAIN
+) -> tuple[torch.Tensor, PackedBatch]:
     """(log-probs of the differentiable training forward, the pack)."""
     batch = pack(groups, 0, 0, 0, model.device)
     hidden = model(batch.ids, batch.layout, "train")
     rows = gather_rows(hidden, batch.predicting, model.ops)
-    logp, entropy = model.log_prob(rows, batch.targets, Transform())
+    logp, entropy = model.log_prob(rows, batch.targets, transform)
     return logp + 0.0 * entropy.detach(), batch
 
 
-def mismatch(model: Decoder, groups: list[Group]) -> tuple[int, int, float]:
+def mismatch(
+    model: Decoder, groups: list[Group], transform: Transform = PLAIN
+) -> tuple[int, int, float]:
     """(tokens that differ, tokens, largest |dlogp|) between rollout and training forward."""
     with torch.no_grad():
-        logp, batch = train_logp(model, groups)
+        logp, batch = train_logp(model, groups, transform)
     gap = (logp - batch.rollout_logp).abs().max()
     return int(differing(logp, batch.rollout_logp).sum()), logp.numel(), float(gap)
 
 
-def learn(model: Decoder, groups: list[Group]) -> float:
+def learn(model: Decoder, groups: list[Group], transform: Transform = PLAIN) -> float:
     """One AdamW step on the samples; the loss."""
-    logp, _ = train_logp(model, groups)
+    logp, _ = train_logp(model, groups, transform)
     weight = torch.linspace(-1, 1, logp.numel(), device=logp.device)
     loss = (logp * weight).mean()
     loss.backward()
@@ -122,6 +135,25 @@ def parity(config: ModelConfig, recipe: str, new: int = 40) -> dict[str, object]
             learn(model, groups)
     long = rollout(model, [1100, 30], 2, 12, max_batch=8, prefill_tokens=512)
     counts.append(mismatch(model, long))
+    return {
+        "differing": [c[0] for c in counts],
+        "tokens": [c[1] for c in counts],
+        "largest": max(c[2] for c in counts),
+        "ok": all(c[0] == 0 for c in counts),
+    }
+
+
+def restricted(config: ModelConfig, recipe: str) -> dict[str, object]:
+    """Top-k and top-p: rollout = training forward under the same transform, before and after a step."""
+    model = random_model(config, recipe, DEVICE)
+    transform = Transform(0.8, 40, 0.9)
+    counts = []
+    for step in range(2):
+        sampling = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+        groups = rollout(model, [1, 5, 130, 64], 4, 24, sampling, max_batch=12, prefill_tokens=96)
+        counts.append(mismatch(model, groups, transform))
+        if step == 0:
+            learn(model, groups, transform)
     return {
         "differing": [c[0] for c in counts],
         "tokens": [c[1] for c in counts],
@@ -257,6 +289,8 @@ def cases() -> dict[str, Callable[[], dict[str, object]]]:
         out[f"gradients/qwen3/{recipe}"] = lambda r=recipe: gradients(MODELS["qwen3"], r)
         out[f"trainer/qwen2/{recipe}"] = lambda r=recipe: trainer(MODELS["qwen2"], r)
         out[f"deterministic/llama/{recipe}"] = lambda r=recipe: deterministic(MODELS["llama"], r)
+    for recipe in ("bf16", "fp8"):
+        out[f"restricted/qwen2/{recipe}"] = lambda r=recipe: restricted(MODELS["qwen2"], r)
     for recipe in RECIPES:
         out[f"parity/smollm2/{recipe}"] = lambda r=recipe: parity(MODELS["smollm2"], r, 16)
     return out

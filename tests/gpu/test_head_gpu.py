@@ -7,9 +7,10 @@ if not torch.cuda.is_available():
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 from samebit.kernels.head import HeadParts, head_log_prob, inverse_temperature
 from samebit.kernels.head_backward import HeadGradient, head_log_prob_backward
+from samebit.kernels.head_restrict import head_cut, scaled_logits
 from samebit.kernels.head_tile import HeadTile, head_tile
 from samebit.kernels.sample import noise_keys, sample
-from samebit.reference.sampling import gumbel_noise, stream_key
+from samebit.reference.sampling import Transform, gumbel_noise, stream_key, transform_logits
 from tests.kernels.pointwise_oracle import BF16, same_bits
 
 pytestmark = pytest.mark.gpu
@@ -100,3 +101,67 @@ def test_sampled_frequencies():
     degrees = float(seen.sum())
     # About five standard deviations.
     assert abs(chi_square - degrees) < 5 * (2 * degrees) ** 0.5
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(50, 1.0), (0, 0.95), (20, 0.8)])
+def test_restricted_samples_and_log_probs_have_the_same_bits(top_k, top_p):
+    T, V, vocab = 300, 151936, 151669
+    hidden, weight = problem(T, 1024, V)
+    inverse = inverse_temperature(0.8, T, "cuda")
+    inverse[::3] = 0.0
+    counters = [(11, i, i + 9) for i in range(T)]
+    keys = noise_keys(counters, "cuda")
+    cut = head_cut(hidden, weight, inverse, vocab, top_k, top_p)
+    drawn = torch.empty(T, dtype=torch.int64, device="cuda")
+    logp = torch.empty(T, device="cuda")
+    start = 0
+    for count in (1, 2, 16, 17, 64, 200):
+        part = slice(start, start + count)
+        own = head_cut(hidden[part], weight, inverse[part], vocab, top_k, top_p)
+        assert same_bits(own.logit, cut.logit[part]) and torch.equal(own.id, cut.id[part])
+        drawn[part], logp[part], _ = sample(
+            hidden[part], weight, inverse[part], keys[part], vocab, cut=own
+        )
+        start += count
+    assert start == T
+    for tile in TILES:
+        trained, _, _ = head_log_prob(hidden, weight, drawn, inverse, vocab, cut=cut, tile=tile)
+        assert same_bits(trained, logp), tile
+    z = scaled_logits(hidden, weight, inverse, vocab)
+    kept = transform_logits(z, Transform(1.0, top_k, top_p))
+    removed = (z < cut.logit[:, None]) | (
+        (z == cut.logit[:, None]) & (torch.arange(V, device="cuda") > cut.id[:, None])
+    )
+    assert torch.equal(removed | (z == float("-inf")), kept == float("-inf"))
+    noise = gumbel_noise([stream_key(*c) for c in counters[:64]], V, hidden.device)
+    noise[inverse[:64] == 0] = 0.0
+    assert torch.equal((kept[:64].double() + noise).argmax(-1), drawn[:64])
+    expected = kept.double().log_softmax(-1)[torch.arange(T, device="cuda"), drawn]
+    torch.testing.assert_close(logp.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_restricted_backward():
+    T, K, V, vocab = 300, 576, 9000, 8990
+    hidden, weight = problem(T, K, V)
+    inverse = inverse_temperature(0.7, T, "cuda")
+    cut = head_cut(hidden, weight, inverse, vocab, 30, 0.9)
+    keys = noise_keys([(1, i, 0) for i in range(T)], "cuda")
+    target, _, _ = sample(hidden, weight, inverse, keys, vocab, cut=cut)
+    _, lse, entropy = head_log_prob(hidden, weight, target, inverse, vocab, entropy=True, cut=cut)
+    dlogp, dentropy = torch.randn(2, T, device="cuda")
+    gradient = HeadGradient(dlogp, entropy, dentropy)
+    got = [
+        head_log_prob_backward(hidden, weight, target, inverse, lse, gradient, vocab, cut=cut)
+        for _ in range(2)
+    ]
+    alive = transform_logits(scaled_logits(hidden, weight, inverse, vocab), Transform(1.0, 30, 0.9))
+    alive = alive > float("-inf")
+    h, w = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    z = torch.where(alive, (h @ w.t()) * inverse.double()[:, None], float("-inf"))
+    log_probs = torch.where(alive, z.log_softmax(-1), 0.0)
+    chosen = log_probs[torch.arange(T, device="cuda"), target.long()]
+    entropies = -(log_probs.exp() * log_probs * alive).sum(-1)
+    ((chosen * dlogp).sum() + (entropies * dentropy).sum()).backward()
+    for mine, exact in zip(got[0], (h.grad, w.grad), strict=True):
+        assert (mine.double() - exact).norm() / exact.norm() < 4e-3
+    assert all(same_bits(a, b) for a, b in zip(*got, strict=True))

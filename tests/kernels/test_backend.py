@@ -98,10 +98,20 @@ def test_a_pack_becomes_a_table_of_segments():
     assert (found.max_length, found.max_keys, found.num_tokens) == (5, 8, 14)
 
 
-def test_restricted_sampling_is_refused_by_name():
-    hidden, head = torch.zeros(1, 64, dtype=BF16), allocate_weight((8,), 64, BF16_WEIGHT, DEVICE)
-    with pytest.raises(ValueError, match="top_k=3"):
-        ops.sample(hidden, head, 8, Transform(1.0, 3, 1.0), [(0, 0, 0)])
+def test_restricted_sampling_agrees_with_its_log_probs_and_trains():
+    generator = torch.Generator().manual_seed(4)
+    head = allocate_weight((40,), 64, BF16_WEIGHT, DEVICE)
+    ops.refresh_weight(head, torch.randn(40, 64, generator=generator))
+    hidden = torch.randn(5, 64, generator=generator).to(BF16)
+    transform = Transform(0.8, 6, 0.9)
+    ids, logp = ops.sample(hidden, head, 37, transform, [(1, i, 0) for i in range(5)])
+    trained, entropy = ops.log_prob(hidden, head, ids, 37, transform)
+    assert torch.equal(trained.view(torch.int32), logp.view(torch.int32))
+    want = reference.log_prob(hidden, head, ids, 37, transform)
+    torch.testing.assert_close(trained, want[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy, want[1], rtol=1e-5, atol=1e-5)
+    again, _ = ops.sample(hidden, head, 37, Transform(0.0, 1, 1.0), [(0, 0, 0)] * 5)
+    assert again.tolist() == (hidden.float() @ head.codes.float().t())[:, :37].argmax(-1).tolist()
 
 
 def stored_product(x, x_scale, w, w_scale, n, bias_N=None, **_):

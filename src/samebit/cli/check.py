@@ -8,11 +8,12 @@ from typing import Any
 
 from samebit.cli.arguments import Option, expect, help_text, parse
 
-USAGE = "samebit check [--json] [--threads N]"
+USAGE = "samebit check [--json] [--threads N] [--device NAME]"
 ABOUT = "What this machine can do, and proof that rollout and training are the same bits on it."
 OPTIONS = (
     Option("json", "", "print one JSON object instead of text"),
     Option("threads", "N", "CPU threads to check with (default: the machine's own count)"),
+    Option("device", "NAME", "cpu or cuda (default: every device that can be used)"),
 )
 
 
@@ -27,23 +28,28 @@ def run(args: Sequence[str]) -> int:
 
     from samebit import check
 
+    device = found.text("device")
+    if device not in ("", "cpu", "cuda"):
+        raise ValueError(f"--device {device}: must be cpu or cuda")
     threads = found.number("threads", 0)
     if threads:
         torch.set_num_threads(threads)
     if found.flag("json"):
-        report = check.report()
+        report = check.report(device)
         print(json.dumps(report, indent=2))
         return 1 if report["failed"] else 0
     _print_environment(check.environment())
     failed = []
-    for result in check.results():
+    for result in check.results(device):
         mark = "ok    " if result.passed else "FAILED"
         print(f"  {mark}  {result.name}: {result.detail} ({result.seconds:.1f} s)", flush=True)
         if not result.passed:
             failed.append(result.name)
     print()
     if failed:
-        print(f"{len(failed)} of {check.number_of_checks()} checks missed their bar: {failed[0]}")
+        print(
+            f"{len(failed)} of {check.number_of_checks(device)} checks missed their bar: {failed[0]}"
+        )
         return 1
     print("All bars met: rollout and training are the same bits on this machine.")
     return 0

@@ -7,19 +7,22 @@ import torch
 from samebit.kernels.gemm_bf16 import bf16_gemm
 from samebit.kernels.head import head_log_prob, inverse_temperature
 from samebit.kernels.head_backward import HeadGradient, head_log_prob_backward
+from samebit.kernels.head_restrict import HeadCut, head_cut
 from samebit.kernels.sample import NO_TOKEN, noise_keys
 from samebit.kernels.sample import sample as draw
 from samebit.operand import QuantizedWeight
 from samebit.reference.sampling import Transform
 
 
-def _inverse(transform: Transform, tokens: int, device: torch.device) -> torch.Tensor:
-    if transform.restricts:
-        raise ValueError(
-            f"top_k={transform.top_k}, top_p={transform.top_p}: the Hopper head has no restricted "
-            "sampling; set rollout.top_k = 0 and rollout.top_p = 1.0, or use --run.device cpu"
-        )
-    return inverse_temperature(transform.temperature, tokens, device)
+def _distribution(
+    hidden_TK: torch.Tensor, head: QuantizedWeight, vocabulary: int, transform: Transform
+) -> tuple[torch.Tensor, HeadCut | None]:
+    """What turns logits into the sampling distribution: (fl(1/temperature) [T], the cut or None)."""
+    inverse = inverse_temperature(transform.temperature, hidden_TK.shape[0], hidden_TK.device)
+    if not transform.restricts:
+        return inverse, None
+    top_k, top_p = transform.top_k, transform.top_p
+    return inverse, head_cut(hidden_TK, head.codes, inverse, vocabulary, top_k, top_p)
 
 
 def head_logits(hidden_TK: torch.Tensor, head: QuantizedWeight, vocabulary: int) -> torch.Tensor:
@@ -38,9 +41,10 @@ def log_prob(
     transform: Transform,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log-prob of each target, entropy), FP32 [T] each, logits never materialised."""
-    inverse = _inverse(transform, hidden_TK.shape[0], hidden_TK.device)
+    hidden_TK = hidden_TK.contiguous()
+    inverse, cut = _distribution(hidden_TK, head, vocabulary, transform)
     logp, _, entropy = head_log_prob(
-        hidden_TK.contiguous(), head.codes, targets_T, inverse, vocabulary, entropy=True
+        hidden_TK, head.codes, targets_T, inverse, vocabulary, entropy=True, cut=cut
     )
     assert entropy is not None
     return logp, entropy
@@ -57,13 +61,13 @@ def log_prob_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(dhidden BF16 [T, K], dweight FP32 [V, K]); logits are made again tile by tile."""
     hidden_TK = hidden_TK.contiguous()
-    inverse = _inverse(transform, hidden_TK.shape[0], hidden_TK.device)
+    inverse, cut = _distribution(hidden_TK, head, vocabulary, transform)
     _, lse, entropy = head_log_prob(
-        hidden_TK, head.codes, targets_T, inverse, vocabulary, entropy=True
+        hidden_TK, head.codes, targets_T, inverse, vocabulary, entropy=True, cut=cut
     )
     gradient = HeadGradient(dlogp_T.contiguous(), entropy, dentropy_T.contiguous())
     dhidden, dweight = head_log_prob_backward(
-        hidden_TK, head.codes, targets_T, inverse, lse, gradient, vocabulary
+        hidden_TK, head.codes, targets_T, inverse, lse, gradient, vocabulary, cut=cut
     )
     return dhidden.bfloat16(), dweight
 
@@ -76,9 +80,10 @@ def sample(
     counters: list[tuple[int, int, int]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids int64 [T], log-probs FP32 [T]); the log-prob is `log_prob`'s for that id, bit for bit."""
-    inverse = _inverse(transform, hidden_TK.shape[0], hidden_TK.device)
+    hidden_TK = hidden_TK.contiguous()
+    inverse, cut = _distribution(hidden_TK, head, vocabulary, transform)
     keys_T2 = noise_keys(counters, hidden_TK.device)
-    ids, logp, _ = draw(hidden_TK.contiguous(), head.codes, inverse, keys_T2, vocabulary)
+    ids, logp, _ = draw(hidden_TK, head.codes, inverse, keys_T2, vocabulary, cut=cut)
     ids = ids.long()
     lost = torch.nonzero(ids == NO_TOKEN)
     if lost.numel():

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from samebit.kernels.head_restrict import HeadCut
 from samebit.kernels.head_tile import (
     VOCAB_TILE,
     HeadTile,
@@ -38,6 +39,8 @@ def _head_kernel(
     hidden_desc,
     weight_desc,
     inverse_temperature_ptr,
+    cut_ptr,
+    cut_id_ptr,
     target_ptr,
     max_ptr,
     sum_ptr,
@@ -48,6 +51,7 @@ def _head_kernel(
     vocab_size,
     num_vocab_tiles,
     MOMENT: tl.constexpr,
+    RESTRICT: tl.constexpr,
     SWAP: tl.constexpr,
     TOKENS: tl.constexpr,
     VOCAB: tl.constexpr,
@@ -58,13 +62,13 @@ def _head_kernel(
     first_token = token_tile * TOKENS
     first_id = vocab_tile * VOCAB
     z, ids, t = tile_scaled_logits(
-        hidden_desc, weight_desc, inverse_temperature_ptr, first_token, first_id, 0, T, K,
-        vocab_size, SWAP, TOKENS, VOCAB, BLOCK_K,
+        hidden_desc, weight_desc, inverse_temperature_ptr, cut_ptr, cut_id_ptr, first_token,
+        first_id, 0, T, K, vocab_size, RESTRICT, SWAP, TOKENS, VOCAB, BLOCK_K,
     )  # fmt: skip
     parts = vocab_tile.to(tl.int64) * T
     store_parts(
         z, ids, vocab_size, max_ptr + parts, sum_ptr + parts, moment_ptr + parts, t, T, MOMENT,
-        SWAP,
+        RESTRICT, SWAP,
     )  # fmt: skip
     store_target_logit(z, ids, target_ptr, target_logit_ptr, first_token, first_id, T, SWAP, TOKENS)
 
@@ -168,12 +172,14 @@ def head_log_prob(
     vocab_size: int,
     *,
     entropy: bool = False,
+    cut: HeadCut | None = None,
     tile: HeadTile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(log-prob of the target, log-sum-exp, entropy or None), FP32 [T] each.
 
     hidden BF16 [T, K], weight BF16 [V, K], target ids int32 or int64 [T], FP32 fl(1/temperature)
-    [T] (see `inverse_temperature`); ids >= `vocab_size` have no probability. Entropy is in nats.
+    [T] (see `inverse_temperature`); ids >= `vocab_size` have no probability, nor has what `cut`
+    removes. Entropy is in nats.
     """
     T, K = hidden_TK.shape
     V = weight_VK.shape[0]
@@ -186,6 +192,8 @@ def head_log_prob(
         hidden_desc,
         weight_desc,
         inverse_temperature_T,
+        inverse_temperature_T if cut is None else cut.logit,
+        inverse_temperature_T if cut is None else cut.id,
         target_T,
         parts.top,
         parts.sum,
@@ -196,6 +204,7 @@ def head_log_prob(
         vocab_size,
         vocab_tiles,
         MOMENT=entropy,
+        RESTRICT=cut is not None,
         SWAP=tile.swap,
         TOKENS=tile.tokens,
         VOCAB=VOCAB_TILE,

@@ -18,12 +18,14 @@ import triton
 import triton.language as tl
 
 from samebit.kernels.head import HeadParts, store_target_logit
+from samebit.kernels.head_restrict import HeadCut
 from samebit.kernels.head_tile import (
     VOCAB_TILE,
     HeadTile,
     descriptors,
     head_tile,
     over_tokens,
+    stays,
     store_parts,
     tile_place,
     tile_scaled_logits,
@@ -36,13 +38,14 @@ CHUNK = 33 * VOCAB_TILE
 
 @triton.jit
 def _head_gradient_kernel(
-    hidden_desc, weight_desc, inverse_temperature_ptr, target_ptr,
+    hidden_desc, weight_desc, inverse_temperature_ptr, cut_ptr, cut_id_ptr, target_ptr,
     lse_ptr, dlogp_ptr, entropy_ptr, dentropy_ptr, out_ptr,
     max_ptr, sum_ptr, moment_ptr, target_logit_ptr,
     out_stride, row_offset, T, K, vocab_size, num_vocab_tiles,
     ENTROPY: tl.constexpr,
     PARTS: tl.constexpr,
     MOMENT: tl.constexpr,
+    RESTRICT: tl.constexpr,
     SWAP: tl.constexpr,
     TOKENS: tl.constexpr,
     VOCAB: tl.constexpr,
@@ -53,14 +56,14 @@ def _head_gradient_kernel(
     first_token = token_tile * TOKENS
     first_id = vocab_tile * VOCAB
     z, ids, t = tile_scaled_logits(
-        hidden_desc, weight_desc, inverse_temperature_ptr, first_token, first_id, row_offset, T, K,
-        vocab_size, SWAP, TOKENS, VOCAB, BLOCK_K,
+        hidden_desc, weight_desc, inverse_temperature_ptr, cut_ptr, cut_id_ptr, first_token,
+        first_id, row_offset, T, K, vocab_size, RESTRICT, SWAP, TOKENS, VOCAB, BLOCK_K,
     )  # fmt: skip
     if PARTS:
         parts = (row_offset // VOCAB + vocab_tile).to(tl.int64) * T
         store_parts(
             z, ids, vocab_size, max_ptr + parts, sum_ptr + parts, moment_ptr + parts, t, T,
-            MOMENT, SWAP,
+            MOMENT, RESTRICT, SWAP,
         )  # fmt: skip
         store_target_logit(
             z, ids, target_ptr, target_logit_ptr, first_token, row_offset + first_id, T, SWAP,
@@ -79,7 +82,8 @@ def _head_gradient_kernel(
     if ENTROPY:
         entropy = tl.load(entropy_ptr + row, mask=rows, other=0.0)
         dentropy = tl.load(dentropy_ptr + row, mask=rows, other=0.0) * inverse
-        shifted = tl.where(ids < vocab_size, logp, 0.0) + over_tokens(entropy, SWAP)
+        shifted = tl.where(stays(z, ids, vocab_size, RESTRICT), logp, 0.0)
+        shifted += over_tokens(entropy, SWAP)
         gradient -= over_tokens(dentropy, SWAP) * (p * shifted)
     column = ids - row_offset
     address = out_ptr + t.to(tl.int64) * out_stride + column
@@ -111,6 +115,7 @@ def _gradient_chunk(
     parts: HeadParts | None,
     parts_entropy: bool,
     tile: HeadTile,
+    cut: HeadCut | None = None,
 ) -> None:
     """Write the gradient of the (unscaled) logits of one chunk of weight rows."""
     T, K = hidden_TK.shape
@@ -123,6 +128,8 @@ def _gradient_chunk(
         hidden_desc,
         weight_desc,
         inverse_temperature_T,
+        lse_T if cut is None else cut.logit,
+        lse_T if cut is None else cut.id,
         target_T,
         lse_T,
         gradient.dlogp,
@@ -142,6 +149,7 @@ def _gradient_chunk(
         ENTROPY=has_entropy,
         PARTS=parts is not None,
         MOMENT=parts_entropy,
+        RESTRICT=cut is not None,
         SWAP=tile.swap,
         TOKENS=tile.tokens,
         VOCAB=VOCAB_TILE,
@@ -166,13 +174,14 @@ def head_log_prob_backward(
     parts: HeadParts | None = None,
     parts_entropy: bool = False,
     chunk: int = CHUNK,
+    cut: HeadCut | None = None,
     tile: HeadTile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(dhidden FP32 [T, K], dweight FP32 [V, K]); inputs as in `head_log_prob`.
 
-    `lse_T` is the forward's, or the one the sampler stored. `dweight_VK` is accumulated into when
-    given. `parts` (see `HeadParts.empty`) receives this pass's own forward results; combine them
-    afterwards. Deterministic; extra memory is one BF16 chunk [T, chunk].
+    `lse_T` is the forward's, or the one the sampler stored; `cut` the forward's too. `dweight_VK` is
+    accumulated into when given. `parts` (see `HeadParts.empty`) receives this pass's own forward
+    results; combine them afterwards. Deterministic; extra memory is one BF16 chunk [T, chunk].
     """
     T, K = hidden_TK.shape
     V = weight_VK.shape[0]
@@ -190,7 +199,7 @@ def head_log_prob_backward(
         dlogits = buffer.view(-1)[: T * rows].view(T, rows)
         _gradient_chunk(
             hidden_TK, weight, target_T, inverse_temperature_T, lse_T, gradient, dlogits, start,
-            vocab_size, parts, parts_entropy, tile,
+            vocab_size, parts, parts_entropy, tile, cut,
         )  # fmt: skip
         _multiply_add(dlogits, weight, dhidden, start > 0)
         _multiply_add(dlogits.t(), hidden_TK, dweight_VK[start : start + rows], accumulate)

@@ -86,12 +86,15 @@ def tile_scaled_logits(
     hidden_desc,
     weight_desc,
     inverse_temperature_ptr,
+    cut_ptr,
+    cut_id_ptr,
     first_token,
     first_id,
     row_offset,
     T,
     K,
     vocab_size,
+    RESTRICT: tl.constexpr,
     SWAP: tl.constexpr,
     TOKENS: tl.constexpr,
     VOCAB: tl.constexpr,
@@ -100,6 +103,7 @@ def tile_scaled_logits(
     """FP32 z = logit * fl(1/temperature), -inf past the vocabulary: [TOKENS, VOCAB], or swapped.
 
     Also (ids, t) shaped to broadcast against it. `row_offset` is the id of the weight's first row.
+    RESTRICT: what ranks behind the token's cut (head_restrict.py) is -inf too.
     """
     if SWAP:
         acc = tl.zeros((VOCAB, TOKENS), dtype=tl.float32)
@@ -128,7 +132,13 @@ def tile_scaled_logits(
         ids = ids[None, :]
         t = t[:, None]
         z = acc * inverse[:, None]
-    return tl.where(ids < vocab_size, z, _BELOW), ids, t
+    z = tl.where(ids < vocab_size, z, _BELOW)
+    if RESTRICT:
+        cut = tl.load(cut_ptr + t, mask=t < T, other=0.0)
+        cut_id = tl.load(cut_id_ptr + t, mask=t < T, other=0)
+        # said as what is removed: comparisons with NaN are false, and a NaN logit must stay
+        z = tl.where((z < cut) | ((z == cut) & (ids > cut_id)), _BELOW, z)
+    return z, ids, t
 
 
 @triton.jit
@@ -162,9 +172,18 @@ def over_tokens(x, SWAP: tl.constexpr):
 
 
 @triton.jit
+def stays(z, ids, vocab_size, RESTRICT: tl.constexpr):
+    """Whether an id is part of the distribution."""
+    if RESTRICT:
+        return z != _BELOW
+    else:
+        return ids < vocab_size
+
+
+@triton.jit
 def store_parts(
     z, ids, vocab_size, max_ptr, sum_ptr, moment_ptr, t, T, MOMENT: tl.constexpr,
-    SWAP: tl.constexpr,
+    RESTRICT: tl.constexpr, SWAP: tl.constexpr,
 ):  # fmt: skip
     """Write a tile's max, sum of exp(z - max) and, if asked, sum of exp(z - max) * (z - max)."""
     top = tl.max(z, axis=0 if SWAP else 1)
@@ -176,7 +195,8 @@ def store_parts(
     tl.store(sum_ptr + row, vocab_sum(weight, SWAP), mask=row < T)
     if MOMENT:
         # A masked id has weight 0 and shifted -inf.
-        moment = vocab_sum(tl.where(ids < vocab_size, weight * shifted, 0.0), SWAP)
+        alive = stays(z, ids, vocab_size, RESTRICT)
+        moment = vocab_sum(tl.where(alive, weight * shifted, 0.0), SWAP)
         tl.store(moment_ptr + row, moment, mask=row < T)
 
 

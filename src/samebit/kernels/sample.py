@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from samebit.kernels.head_restrict import HeadCut
 from samebit.kernels.head_tile import (
     VOCAB_TILE,
     HeadTile,
@@ -39,6 +40,8 @@ def _sample_kernel(
     hidden_desc,
     weight_desc,
     inverse_temperature_ptr,
+    cut_ptr,
+    cut_id_ptr,
     noise_key_ptr,
     max_ptr,
     sum_ptr,
@@ -49,6 +52,7 @@ def _sample_kernel(
     K,
     vocab_size,
     num_vocab_tiles,
+    RESTRICT: tl.constexpr,
     SWAP: tl.constexpr,
     TOKENS: tl.constexpr,
     VOCAB: tl.constexpr,
@@ -58,11 +62,13 @@ def _sample_kernel(
     token_tile, vocab_tile = tile_place(tl.program_id(0), T, num_vocab_tiles, TOKENS, TOKEN_GROUP)
     first_token = token_tile * TOKENS
     z, ids, t = tile_scaled_logits(
-        hidden_desc, weight_desc, inverse_temperature_ptr, first_token, vocab_tile * VOCAB, 0, T, K,
-        vocab_size, SWAP, TOKENS, VOCAB, BLOCK_K,
+        hidden_desc, weight_desc, inverse_temperature_ptr, cut_ptr, cut_id_ptr, first_token,
+        vocab_tile * VOCAB, 0, T, K, vocab_size, RESTRICT, SWAP, TOKENS, VOCAB, BLOCK_K,
     )  # fmt: skip
     parts = vocab_tile.to(tl.int64) * T
-    store_parts(z, ids, vocab_size, max_ptr + parts, sum_ptr + parts, max_ptr, t, T, False, SWAP)
+    store_parts(
+        z, ids, vocab_size, max_ptr + parts, sum_ptr + parts, max_ptr, t, T, False, RESTRICT, SWAP
+    )
     row = first_token + tl.arange(0, TOKENS)
     rows = row < T
     low = tl.load(noise_key_ptr + 2 * row, mask=rows, other=0).to(tl.uint32, bitcast=True)
@@ -71,7 +77,9 @@ def _sample_kernel(
     inverse = tl.load(inverse_temperature_ptr + row, mask=rows, other=0.0)
     key = tl.where(over_tokens(inverse == 0.0, SWAP), z, z + noise)
     best = tl.max(key, axis=0 if SWAP else 1)
-    winner = tl.min(tl.where(key == over_tokens(best, SWAP), ids, _NONE), axis=0 if SWAP else 1)
+    # the maximum passes over NaN: a masked id must not win a tile of NaN
+    wins = (key == over_tokens(best, SWAP)) & (key > float("-inf"))
+    winner = tl.min(tl.where(wins, ids, _NONE), axis=0 if SWAP else 1)
     logit = tl.where(ids == over_tokens(winner, SWAP), z, float("-inf"))
     logit = tl.max(logit, axis=0 if SWAP else 1)
     tl.store(key_ptr + parts + row, best, mask=rows)
@@ -125,6 +133,7 @@ def sample(
     noise_keys_T2: torch.Tensor,
     vocab_size: int,
     *,
+    cut: HeadCut | None = None,
     tile: HeadTile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(token ids int32, log-probs FP32, log-sum-exps FP32), [T] each, one drawn token per row.
@@ -148,6 +157,8 @@ def sample(
         hidden_desc,
         weight_desc,
         inverse_temperature_T,
+        inverse_temperature_T if cut is None else cut.logit,
+        inverse_temperature_T if cut is None else cut.id,
         noise_keys_T2,
         top,
         total,
@@ -158,6 +169,7 @@ def sample(
         K,
         vocab_size,
         tiles,
+        RESTRICT=cut is not None,
         SWAP=tile.swap,
         TOKENS=tile.tokens,
         VOCAB=VOCAB_TILE,
