@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -63,6 +64,35 @@ class HeadCodes:
 
 Heads = torch.Tensor | HeadCodes
 """Q, K or V: BF16 [S, heads, D], or its codes."""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How one forward turns the rows of a fused QKV projection.
+
+    positions: int64 [T]. cos, sin: FP32 [positions, D/2], the whole table. eps: of the norms of
+    queries and keys, where there are any.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    positions: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    eps: float
+
+    @cached_property
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin) FP32 [T, D/2] of each row."""
+        return self.cos[self.positions], self.sin[self.positions]
+
+    def split(self, qkv_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views [T, heads, D] of the Q, K and V columns."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        parts = qkv_TN.split((q, kv, kv), dim=1)
+        q, k, v = (x.unflatten(1, (-1, self.head_dim)) for x in parts)
+        return q, k, v
 
 
 @dataclass
