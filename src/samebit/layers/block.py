@@ -314,6 +314,4 @@ def mlp_half(
     x: torch.Tensor, update: torch.Tensor, half: MlpHalf
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(x + update, the MLP's own update), BF16 [T, hidden] each."""
-    return _MlpHalf.apply(
-        x, update, half.norm.master, half.gate_up.master, half.down.master, half
-    )  # type: ignore[return-value]
+    return _MlpHalf.apply(x, update, half.norm.master, half.gate_up.master, half.down.master, half)  # type: ignore[return-value]
