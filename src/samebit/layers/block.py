@@ -26,8 +26,8 @@ from samebit.spec import Attention
 Tap = Callable[[str, torch.Tensor], None]
 """Called with (operator path, its output) after every operator; see `samebit trace`."""
 
-Recompute = Literal["none", "mlp", "block"]
-"""What a backward makes again: nothing dear, gate and up, or all but the residual sums."""
+Recompute = Literal["none", "codes", "mlp", "block"]
+"""What a backward makes again: nothing dear, codes too, gate and up too, all but residual sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +116,9 @@ def _multiply(ops: Any, operand: Operand, use: LinearUse) -> torch.Tensor:
     return ops.gemm(operand, use.weight, use.spec, use.bias)
 
 
-def _codes(operand: Operand) -> Operand | None:
-    """The operand if it is codes: a BF16 one is a whole tensor that one kernel makes again."""
-    return None if operand.scale is None else operand
+def _codes(call: ForwardCall, operand: Operand) -> Operand | None:
+    """What is kept of an operand: its codes. A BF16 one is a whole tensor that one kernel remakes."""
+    return None if operand.scale is None or call.recompute != "none" else operand
 
 
 def _linear_backward(
@@ -203,7 +203,8 @@ class _AttentionHalf(Function):
             # with QK norm the projection is needed anyway, and one kernel makes the heads of it
             normed = half.gains is not None
             shown = (qkv_TN, None, None, None) if normed else (None, *heads)
-            keep(ctx, total, aux, _codes(operand), *shown, attended, lse, _codes(out_operand))
+            codes, out_codes = _codes(call, operand), _codes(call, out_operand)
+            keep(ctx, total, aux, codes, *shown, attended, lse, out_codes)
         return total, y_TK
 
     @staticmethod
@@ -280,11 +281,8 @@ class _MlpHalf(Function):
                 half.down.observe(shown, product)
         y_TK = _multiply(ops, product, half.down)
         ctx.half = half
-        if call.recompute == "none":
-            keep(ctx, total, aux, _codes(operand), both_T2F, _codes(product))
-        else:
-            codes = _codes(operand) if call.recompute == "mlp" else None
-            keep(ctx, total, aux, codes, None, None)
+        kept_both = both_T2F if call.recompute in ("none", "codes") else None
+        keep(ctx, total, aux, _codes(call, operand), kept_both, _codes(call, product))
         return total, y_TK
 
     @staticmethod
