@@ -68,7 +68,7 @@ Heads = torch.Tensor | HeadCodes
 
 @dataclass(frozen=True)
 class Rotation:
-    """How one forward turns the rows of a fused QKV projection.
+    """How one forward turns the rows of the projections of queries and keys.
 
     positions: int64 [T]. cos, sin: FP32 [positions, D/2], the whole table. eps: of the norms of
     queries and keys, where there are any.
@@ -87,12 +87,11 @@ class Rotation:
         """(cos, sin) FP32 [T, D/2] of each row."""
         return self.cos[self.positions], self.sin[self.positions]
 
-    def split(self, qkv_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views [T, heads, D] of the Q, K and V columns."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        parts = qkv_TN.split((q, kv, kv), dim=1)
-        q, k, v = (x.unflatten(1, (-1, self.head_dim)) for x in parts)
-        return q, k, v
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Columns of Q, K and V."""
+        kv = self.kv_heads * self.head_dim
+        return self.heads * self.head_dim, kv, kv
 
 
 @dataclass

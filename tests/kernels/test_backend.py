@@ -136,6 +136,8 @@ def test_padded_parts_come_back_as_logical_columns(monkeypatch, rows):
         spec = Gemm(FP8_TOKEN_GROUP, FP8_BLOCK, 128)
         mine, theirs = (o.gemm(x, weight, spec, b) for o in (ops, reference))
         assert mine.shape == (9, sum(rows))
+        parts = ops.gemm_parts(x, weight, spec, b)
+        assert [p.shape[1] for p in parts] == list(rows) and torch.equal(torch.cat(parts, 1), mine)
         torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=2**-7)
 
 

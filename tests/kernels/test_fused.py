@@ -84,8 +84,8 @@ def gains_of(dim: int, normed: bool):
 @pytest.mark.parametrize("spec", [Attention(), FP8_KV], ids=["bf16", "fp8"])
 def test_rotated_heads_are_the_chain(dim, normed, spec):
     rot, gains = rotation(dim), gains_of(dim, normed)
-    qkv = normal(5, 7 * dim)
-    q, k, v = rot.split(qkv)
+    qkv = normal(5, 7 * dim).split(rot.widths, dim=1)
+    q, k, v = (x.unflatten(1, (-1, dim)) for x in qkv)
     if gains is not None:
         q, k = ops.rms_norm(q, gains[0], EPS)[0], ops.rms_norm(k, gains[1], EPS)[0]
     q, k = ops.rotary(q, *rot.rows), ops.rotary(k, *rot.rows)
@@ -98,7 +98,8 @@ def test_rotated_heads_are_the_chain(dim, normed, spec):
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("spec", [Attention(), FP8_KV], ids=["bf16", "fp8"])
 def test_stored_rows_are_those_of_a_packed_batch(paged, spec):
-    rot, qkv = rotation(64), normal(5, 7 * 64)
+    rot = rotation(64)
+    qkv = normal(5, 7 * 64).split(rot.widths, dim=1)
     expected = ops.qk_norm_rope(qkv, rot, None, spec)
     cache = KVStore(2, 24, 2, 64, torch.device(DEVICE), spec.kv)
     slots = torch.tensor([3, 23, 8, -1, 0], device=DEVICE)
@@ -124,7 +125,8 @@ def test_stored_rows_are_those_of_a_packed_batch(paged, spec):
 
 @pytest.mark.parametrize("normed", [False, True])
 def test_the_backward_of_rotated_heads_is_near_the_reference(normed):
-    rot, gains, qkv = rotation(64), gains_of(64, normed), normal(5, 7 * 64)
+    rot, gains = rotation(64), gains_of(64, normed)
+    qkv = normal(5, 7 * 64).split(rot.widths, dim=1)
     grads = [normal(5, n, 64, seed=i) for i, n in enumerate((3, 2, 2))]
     mine, gain_grads = ops.qk_norm_rope_backward(*grads, qkv, rot, gains)
     theirs, expected = reference.qk_norm_rope_backward(*grads, qkv, rot, gains)

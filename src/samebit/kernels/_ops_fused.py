@@ -17,6 +17,7 @@ from samebit.operand import HeadCodes, Heads, Operand, Rotation
 from samebit.spec import Attention, Precision
 
 Gains = tuple[torch.Tensor, torch.Tensor] | None
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 HEAD_SIZES = (64, 128)
 
@@ -92,7 +93,7 @@ def silu_mul_quantize(gate_TF: torch.Tensor, up_TF: torch.Tensor, precision: Pre
 
 
 def _rotate_into(
-    qkv_TN: torch.Tensor,
+    qkv: Parts,
     rotation: Rotation,
     gains: Gains,
     store: KeyValueStore,
@@ -102,24 +103,23 @@ def _rotate_into(
         raise ValueError(
             f"head size {rotation.head_dim} is not supported by the Hopper kernels; use 64 or 128"
         )
-    q, k, v = (x.flatten(1) for x in rotation.split(qkv_TN))
     codes, scale = rope_store(
-        q, k, v, rotation.positions, (rotation.cos, rotation.sin), store,
+        *qkv, rotation.positions, (rotation.cos, rotation.sin), store,
         num_heads=rotation.heads, slots_T=slots_T, norm_weights=gains, eps=rotation.eps,
     )  # fmt: skip
     return codes if scale is None else HeadCodes(codes, scale)
 
 
 def qk_norm_rope(
-    qkv_TN: torch.Tensor, rotation: Rotation, gains: Gains, spec: Attention
+    qkv: Parts, rotation: Rotation, gains: Gains, spec: Attention
 ) -> tuple[Heads, Heads, Heads]:
-    """(Q [T, H, D], K, V [T, G, D]) of a fused projection: QK norm, rotation, and codes under `spec`."""
+    """(Q [T, H, D], K, V [T, G, D]) of the projections: QK norm, rotation, and codes under `spec`."""
     check_spec(spec)
     fp8 = spec.kv.block is not None
     store = KeyValueStore.packed(
-        qkv_TN.shape[0], rotation.kv_heads, rotation.head_dim, fp8, qkv_TN.device
+        len(qkv[0]), rotation.kv_heads, rotation.head_dim, fp8, qkv[0].device
     )
-    q = _rotate_into(qkv_TN, rotation, gains, store, None)
+    q = _rotate_into(qkv, rotation, gains, store, None)
     if store.k_scale is None or store.v_scale is None:
         return q, store.k[0], store.v[0]
     return q, HeadCodes(store.k[0], store.k_scale[0]), HeadCodes(store.v[0], store.v_scale[0])
@@ -131,7 +131,7 @@ def _pages(x: torch.Tensor, dims: int) -> torch.Tensor:
 
 
 def qk_norm_rope_store(
-    qkv_TN: torch.Tensor,
+    qkv: Parts,
     rotation: Rotation,
     gains: Gains,
     spec: Attention,
@@ -153,31 +153,29 @@ def qk_norm_rope_store(
     else:
         assert spec.kv.block is None, "an FP8 plan with a BF16 cache"
         store = KeyValueStore(_pages(keys, 4), _pages(values, 4))
-    return _rotate_into(qkv_TN, rotation, gains, store, slots_T)
+    return _rotate_into(qkv, rotation, gains, store, slots_T)
 
 
 def qk_norm_rope_backward(
     dq_THD: torch.Tensor,
     dk_TGD: torch.Tensor,
     dv_TGD: torch.Tensor,
-    qkv_TN: torch.Tensor | None,
+    qkv: Parts | None,
     rotation: Rotation,
     gains: Gains,
     into: Gains = None,
 ) -> tuple[torch.Tensor, Gains]:
     """(dqkv BF16 [T, N], FP32 gradients of the gains or None); qkv only where there are gains."""
     parts = (dq_THD, dk_TGD, dv_TGD)
-    columns = sum(d.shape[1] * d.shape[2] for d in parts)
-    dqkv_TN = torch.empty((dq_THD.shape[0], columns), dtype=torch.bfloat16, device=dq_THD.device)
-    targets = [d.flatten(1) for d in rotation.split(dqkv_TN)]
-    sources = [None, None]
-    if gains is not None:
-        assert qkv_TN is not None
-        sources = [x.flatten(1) for x in rotation.split(qkv_TN)[:2]]
+    shape = (dq_THD.shape[0], sum(rotation.widths))
+    dqkv_TN = torch.empty(shape, dtype=torch.bfloat16, device=dq_THD.device)
+    targets = dqkv_TN.split(rotation.widths, dim=1)
+    assert gains is None or qkv is not None
     dgains = [
         rope_backward(
             parts[i].contiguous(), rotation.positions, (rotation.cos, rotation.sin),
-            dx_TN=targets[i], x_TN=sources[i], norm_weight=None if gains is None else gains[i],
+            dx_TN=targets[i], x_TN=None if qkv is None else qkv[i],
+            norm_weight=None if gains is None else gains[i],
             dweight=None if into is None else into[i], eps=rotation.eps,
         )[1]
         for i in range(2)

@@ -94,11 +94,29 @@ def gemm(
         return bf16_gemm(lhs.codes, weight.codes, bias_N=bias_N)
     if weight.last_part_padded:
         return _scaled(lhs, weight, spec, weight.out_features, bias_N)
-    rows, stored = _logical_rows(weight), weight.codes.shape[0]
+    return _stored(lhs, weight, spec, bias_N).index_select(1, _logical_rows(weight))
+
+
+def gemm_parts(
+    lhs: Operand, weight: QuantizedWeight, spec: Gemm, bias_N: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """`gemm` of a fused weight, one BF16 [T, rows] per named part: views of one buffer."""
+    if spec.library or weight.scale is None or weight.last_part_padded:
+        return gemm(lhs, weight, spec, bias_N).split(weight.rows, dim=1)
+    whole = _stored(lhs, weight, spec, bias_N)
+    parts = zip(weight.padded_offsets, weight.rows, strict=True)
+    return tuple(whole[:, offset : offset + rows] for offset, rows in parts)
+
+
+def _stored(
+    lhs: Operand, weight: QuantizedWeight, spec: Gemm, bias_N: torch.Tensor | None
+) -> torch.Tensor:
+    """The product over all stored rows, padding included."""
+    stored = weight.codes.shape[0]
     if bias_N is not None:
         wide = torch.zeros(stored, dtype=bias_N.dtype, device=bias_N.device)
-        bias_N = wide.index_copy_(0, rows, bias_N)
-    return _scaled(lhs, weight, spec, stored, bias_N).index_select(1, rows)
+        bias_N = wide.index_copy_(0, _logical_rows(weight), bias_N)
+    return _scaled(lhs, weight, spec, stored, bias_N)
 
 
 def _scaled(

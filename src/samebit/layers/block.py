@@ -116,6 +116,10 @@ def _multiply(ops: Any, operand: Operand, use: LinearUse) -> torch.Tensor:
     return ops.gemm(operand, use.weight, use.spec, use.bias)
 
 
+def _multiply_parts(ops: Any, operand: Operand, use: LinearUse) -> tuple[torch.Tensor, ...]:
+    return ops.gemm_parts(operand, use.weight, use.spec, use.bias)
+
+
 def _codes(call: ForwardCall, operand: Operand) -> Operand | None:
     """What is kept of an operand: its codes. A BF16 one is a whole tensor that one kernel remakes."""
     return None if operand.scale is None or call.recompute != "none" else operand
@@ -149,7 +153,7 @@ def _norm_backward(
 
 
 def _attend(
-    half: AttentionHalf, qkv: torch.Tensor
+    half: AttentionHalf, qkv: tuple[torch.Tensor, ...]
 ) -> tuple[tuple[Heads, Heads, Heads] | None, torch.Tensor, torch.Tensor]:
     """((Q, K, V) of a packed forward, out BF16 [T, H, D], log-sum-exp [T, H])."""
     call = half.call
@@ -164,12 +168,14 @@ def _attend(
     return (None, *ops.attention(q, keys, values, call.layout, call.scale, spec))
 
 
-def _tap_attention(half: AttentionHalf, qkv: torch.Tensor, attended: torch.Tensor) -> None:
+def _tap_attention(
+    half: AttentionHalf, qkv: tuple[torch.Tensor, ...], attended: torch.Tensor
+) -> None:
     tap = half.call.tap
     if tap is None:
         return
     path = f"layers.{half.index}"
-    tap(f"{path}.qkv", qkv)
+    tap(f"{path}.qkv", torch.cat(qkv, dim=1))
     # BF16 whatever the cache holds: what the codes are made of
     q, k, _ = half.call.ops.qk_norm_rope(qkv, half.call.rotation, half.gains, Attention())
     tap(f"{path}.rotary_q", q)
@@ -180,7 +186,7 @@ def _tap_attention(half: AttentionHalf, qkv: torch.Tensor, attended: torch.Tenso
 class _AttentionHalf(Function):
     @staticmethod
     def forward(
-        ctx: Any, x, update, gain, qkv, bias, query_gain, key_gain, out, half: AttentionHalf
+        ctx: Any, x, update, gain, w_qkv, bias, query_gain, key_gain, w_out, half: AttentionHalf
     ):
         # the masters are arguments for autograd's sake; their values are in `half`
         call, path = half.call, f"layers.{half.index}"
@@ -189,20 +195,20 @@ class _AttentionHalf(Function):
         if call.tap is not None and half.index:
             call.tap(f"layers.{half.index - 1}.down", total)
         _watch_norm(call, f"{path}.norm_attention", total, operand, half.norm, half.qkv)
-        qkv_TN = _multiply(ops, operand, half.qkv)
-        heads, attended, lse = _attend(half, qkv_TN)
-        _tap_attention(half, qkv_TN, attended.flatten(1))
+        qkv = _multiply_parts(ops, operand, half.qkv)
+        heads, attended, lse = _attend(half, qkv)
+        _tap_attention(half, qkv, attended.flatten(1))
         out_operand = ops.quantize_activation(attended.flatten(1), half.out.spec.lhs)
         if half.out.observe is not None:
             half.out.observe(attended.flatten(1), out_operand)
         y_TK = _multiply(ops, out_operand, half.out)
         ctx.half = half
         if call.recompute == "block" or heads is None:
-            keep(ctx, total, aux, None, None, None, None, None, None, None, None)
+            keep(ctx, total, aux, *[None] * 10)
         else:
-            # with QK norm the projection is needed anyway, and one kernel makes the heads of it
-            normed = half.gains is not None
-            shown = (qkv_TN, None, None, None) if normed else (None, *heads)
+            # with QK norm the projections are needed anyway, and one kernel makes the heads of them
+            nothing = (None, None, None)
+            shown = (*nothing, *heads) if half.gains is None else (*qkv, *nothing)
             codes, out_codes = _codes(call, operand), _codes(call, out_operand)
             keep(ctx, total, aux, codes, *shown, attended, lse, out_codes)
         return total, y_TK
@@ -212,11 +218,13 @@ class _AttentionHalf(Function):
         half: AttentionHalf = ctx.half
         call, ops = half.call, half.call.ops
         dtotal, dy = grads
-        total, aux, operand, qkv, *heads, attended, lse, out_operand = kept(ctx)
+        total, aux, operand, *six, attended, lse, out_operand = kept(ctx)
+        qkv, heads = tuple(six[:3]), tuple(six[3:])
+        del six
         if operand is None:
             _, operand, _ = _normed(call, total, None, half.norm, half.qkv)
-        if qkv is None and heads[0] is None:
-            qkv = _multiply(ops, operand, half.qkv)
+        if qkv[0] is None and heads[0] is None:
+            qkv = _multiply_parts(ops, operand, half.qkv)
         if heads[0] is None:
             heads = ops.qk_norm_rope(qkv, call.rotation, half.gains, call.attention)
         if attended is None:
@@ -264,25 +272,25 @@ def attention_half(
 
 class _MlpHalf(Function):
     @staticmethod
-    def forward(ctx: Any, x, update, gain, gate_up, down, half: MlpHalf):
+    def forward(ctx: Any, x, update, gain, w_gate_up, w_down, half: MlpHalf):
         call, path = half.call, f"layers.{half.index}"
         ops = call.ops
         total, operand, aux = _normed(call, x, update, half.norm, half.gate_up)
         if call.tap is not None:
             call.tap(f"{path}.out", total)
         _watch_norm(call, f"{path}.norm_mlp", total, operand, half.norm, half.gate_up)
-        both_T2F = _multiply(ops, operand, half.gate_up)
-        product = ops.silu_mul_quantize(*both_T2F.chunk(2, dim=1), half.down.spec.lhs)
+        gate, up = _multiply_parts(ops, operand, half.gate_up)
+        product = ops.silu_mul_quantize(gate, up, half.down.spec.lhs)
         if call.tap is not None or half.down.observe is not None:
-            shown = ops.silu_mul(*both_T2F.chunk(2, dim=1))
+            shown = ops.silu_mul(gate, up)
             if call.tap is not None:
                 call.tap(f"{path}.silu_mul", shown)
             if half.down.observe is not None:
                 half.down.observe(shown, product)
         y_TK = _multiply(ops, product, half.down)
         ctx.half = half
-        kept_both = both_T2F if call.recompute in ("none", "codes") else None
-        keep(ctx, total, aux, _codes(call, operand), kept_both, _codes(call, product))
+        both = (gate, up) if call.recompute in ("none", "codes") else (None, None)
+        keep(ctx, total, aux, _codes(call, operand), *both, _codes(call, product))
         return total, y_TK
 
     @staticmethod
@@ -290,18 +298,17 @@ class _MlpHalf(Function):
         half: MlpHalf = ctx.half
         call, ops = half.call, half.call.ops
         dtotal, dy = grads
-        total, aux, operand, both, product = kept(ctx)
+        total, aux, operand, gate, up, product = kept(ctx)
         if operand is None:
             _, operand, _ = _normed(call, total, None, half.norm, half.gate_up)
-        if both is None:
-            both = _multiply(ops, operand, half.gate_up)
-        gate, up = both.chunk(2, dim=1)
+        if gate is None:
+            gate, up = _multiply_parts(ops, operand, half.gate_up)
         if product is None:
             product = ops.silu_mul_quantize(gate, up, half.down.spec.lhs)
         dproduct, ddown = _linear_backward(call, dy, product, half.down)
         del product
         dboth = ops.silu_mul_backward(dproduct, gate, up)
-        del dproduct, both, gate, up
+        del dproduct, gate, up
         dnormed, dgate_up = _linear_backward(call, dboth, operand, half.gate_up)
         del dboth
         dx, dgain = _norm_backward(call, dnormed, total, half.norm, aux, dtotal)

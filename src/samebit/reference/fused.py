@@ -8,14 +8,23 @@ import torch
 
 from samebit.operand import Heads, Operand, QuantizedWeight, Rotation
 from samebit.reference.activation import silu_mul
-from samebit.reference.gemm import input_grad, weight_grad
+from samebit.reference.gemm import gemm, input_grad, weight_grad
 from samebit.reference.norm import residual_add, rms_norm, rms_norm_backward
 from samebit.reference.quantize import quantize_activation, quantize_heads
 from samebit.reference.rotary import rotary, rotary_backward
-from samebit.spec import Attention, Backward, Precision
+from samebit.spec import Attention, Backward, Gemm, Precision
 
 Gains = tuple[torch.Tensor, torch.Tensor] | None
 """BF16 gains [D] of the query norm and of the key norm; None without them."""
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Q, K and V columns of the fused projection, BF16 [T, heads * D] each; views of one buffer or not."""
+
+
+def gemm_parts(
+    lhs: Operand, weight: QuantizedWeight, spec: Gemm, bias_N: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """`gemm` of a fused weight, one BF16 [T, rows] per named part (views)."""
+    return gemm(lhs, weight, spec, bias_N).split(weight.rows, dim=1)
 
 
 def rms_norm_quantize(
@@ -52,13 +61,13 @@ def silu_mul_quantize(gate_TF: torch.Tensor, up_TF: torch.Tensor, precision: Pre
 
 
 def qk_norm_rope(
-    qkv_TN: torch.Tensor, rotation: Rotation, gains: Gains, spec: Attention
+    qkv: Parts, rotation: Rotation, gains: Gains, spec: Attention
 ) -> tuple[Heads, Heads, Heads]:
-    """(Q [T, H, D], K, V [T, G, D]) of a fused projection: QK norm, rotation, and codes under `spec`.
+    """(Q [T, H, D], K, V [T, G, D]) of the projections: QK norm, rotation, and codes under `spec`.
 
     BF16, or e4m3 codes with one scale per token and head where spec.kv has scales.
     """
-    q, k, v = rotation.split(qkv_TN)
+    q, k, v = (x.unflatten(1, (-1, rotation.head_dim)) for x in qkv)
     if gains is not None:
         q, _ = rms_norm(q, gains[0], rotation.eps)
         k, _ = rms_norm(k, gains[1], rotation.eps)
@@ -69,7 +78,7 @@ def qk_norm_rope(
 
 
 def qk_norm_rope_store(
-    qkv_TN: torch.Tensor,
+    qkv: Parts,
     rotation: Rotation,
     gains: Gains,
     spec: Attention,
@@ -78,7 +87,7 @@ def qk_norm_rope_store(
     slots_T: torch.Tensor,
 ) -> Heads:
     """Q of `qk_norm_rope`; K and V go to rows `slots` int64 [T] of a layer of the KV store."""
-    q, k, v = qk_norm_rope(qkv_TN, rotation, gains, spec)
+    q, k, v = qk_norm_rope(qkv, rotation, gains, spec)
     cache.write(layer, slots_T, k, v)
     return q
 
@@ -87,7 +96,7 @@ def qk_norm_rope_backward(
     dq_THD: torch.Tensor,
     dk_TGD: torch.Tensor,
     dv_TGD: torch.Tensor,
-    qkv_TN: torch.Tensor | None,
+    qkv: Parts | None,
     rotation: Rotation,
     gains: Gains,
     into: Gains = None,
@@ -96,8 +105,8 @@ def qk_norm_rope_backward(
     dq, dk = (rotary_backward(d, *rotation.rows) for d in (dq_THD, dk_TGD))
     dgains = None
     if gains is not None:
-        assert qkv_TN is not None
-        q, k, _ = rotation.split(qkv_TN)
+        assert qkv is not None
+        q, k, _ = (x.unflatten(1, (-1, rotation.head_dim)) for x in qkv)
         dq, dq_gain = _norm_backward(dq, q, gains[0], rotation.eps, into and into[0])
         dk, dk_gain = _norm_backward(dk, k, gains[1], rotation.eps, into and into[1])
         dgains = (dq_gain, dk_gain)
