@@ -93,7 +93,7 @@ def _quotient_kernel(
     x = tl.load(x_ptr + k)
     i = row.to(tl.int64) * columns + k
     scale = scale_from_bits(magnitude_bits(amax), E4M3_LARGEST)
-    q = quotient(x, scale)
+    q = quotient(x, scale, False)
     tl.store(q_ptr + i, q)
     tl.store(scale_ptr + row + tl.arange(0, 1)[:, None], scale)
     tl.store(e4m3_ptr + i, e4m3_code(q))

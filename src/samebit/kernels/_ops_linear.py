@@ -12,8 +12,9 @@ from samebit.kernels.gemm_fp8_row import fp8_row_gemm
 from samebit.kernels.gemm_fp8_wgrad import fp8_block_wgrad
 from samebit.kernels.gemm_int8 import int8_gemm
 from samebit.kernels.quantize_activation import quantize_activation as quantize_groups
-from samebit.kernels.quantize_gradient import quantize_gradient, requantize_tokens
+from samebit.kernels.quantize_gradient import quantize_gradient
 from samebit.kernels.quantize_row import quantize_rows
+from samebit.kernels.quantize_saved import requantize_tokens, rescale_tokens
 from samebit.kernels.quantize_weight import quantize_weight, transpose_codes
 from samebit.operand import HeadCodes, Operand, QuantizedWeight, pad_to_block
 from samebit.reference.quantize import dequantize, dequantize_weight
@@ -154,20 +155,20 @@ def _dequantised(weight: QuantizedWeight) -> torch.Tensor:
 def weight_grad(
     dy_TN: torch.Tensor, saved: Operand, token_groups: torch.Tensor, backward: Backward
 ) -> torch.Tensor:
-    """dW = dY^T X, FP32 [N, K]. FP8: both operands in 128x1 token groups, X from its saved codes."""
+    """dW = dY^T X, FP32 [N, K]. FP8: dY in 128x1 token groups; X from its saved codes, 128x1 or 128x128."""
     spec = backward.weight_grad
     if spec.lhs.block is None:
         x_TK = saved.codes if saved.scale is None else dequantize(saved).bfloat16()
         return torch.mm(dy_TN.t(), x_TK, out_dtype=torch.float32)
-    if spec.lhs.block != (BLOCK, 1) or saved.precision.block not in (None, GROUPS):
+    known = spec.lhs.block == (BLOCK, 1) and spec.rhs.block in ((BLOCK, 1), (BLOCK, BLOCK))
+    if not known or saved.precision.block != GROUPS:
         raise ValueError(
             f"the Hopper kernels have no weight gradient {spec} from a saved {saved.precision}; use "
-            "e4m3 128x1 from BF16 or e4m3 1x128, or BF16"
+            "e4m3 128x1 by 128x128 or 128x1 from a saved e4m3 1x128, or BF16"
         )
+    assert saved.scale is not None
     _, _, dy_NT, dy_scale_GN = quantize_gradient(dy_TN.contiguous(), token_groups)
-    if saved.scale is None:
-        _, _, x_KT, x_scale_GK = quantize_gradient(saved.codes.contiguous(), token_groups)
-    else:
-        x_KT, x_scale_GK = requantize_tokens(saved.codes, saved.scale, token_groups, saved.features)
+    bring = rescale_tokens if spec.rhs.block == (BLOCK, BLOCK) else requantize_tokens
+    x_KT, x_scale_GK = bring(saved.codes, saved.scale, token_groups, saved.features)
     n, k = dy_TN.shape[1], saved.features
     return fp8_block_wgrad(dy_NT[:n], dy_scale_GN.t(), x_KT[:k], x_scale_GK.t())

@@ -59,7 +59,7 @@ def _silu_mul_kernel(
     if CODES:
         y = y.to(tl.float32)
         bits = tl.max(magnitude_bits(y), axis=1, keep_dims=True)
-        codes, scale = block_codes(y, bits)
+        codes, scale = block_codes(y, bits, True)
         tl.store(codes_ptr + t[:, None] * codes_stride + f[None, :], codes, mask=rows[:, None])
         address = scale_ptr + t * scale_stride_t + g * scale_stride_g
         tl.store(address, tl.reshape(scale, (ROWS,)), mask=rows)

@@ -41,7 +41,7 @@ def _quantize_activation_kernel(
     x = tl.load(x_ptr + t[:, None] * x_stride + k[None, :], mask=inside, other=0.0)
     x = x.to(tl.float32)
     bits = tl.max(magnitude_bits(x), axis=1)
-    codes, scale = block_codes(x, bits[:, None])
+    codes, scale = block_codes(x, bits[:, None], x_ptr.dtype.element_ty == tl.bfloat16)
     tl.store(codes_ptr + t[:, None] * codes_stride + k[None, :], codes, mask=rows[:, None])
     scale_row = tl.reshape(scale, (ROWS,))
     tl.store(scale_ptr + t * scale_stride_t + g * scale_stride_g, scale_row, mask=rows)
