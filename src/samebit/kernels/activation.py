@@ -23,6 +23,7 @@ from samebit.kernels.quantize_common import (
 from samebit.kernels.quantize_row import quantize_rows
 
 ROWS = 32
+WARPS = 4
 
 
 @triton.jit
@@ -126,7 +127,7 @@ def _forward(
         CODES=blocks,
         ROWS=ROWS,
         BLOCK=BLOCK,
-        num_warps=4,
+        num_warps=WARPS,
         **NUMERIC_OPTIONS,
     )
     return y, codes, scale
@@ -193,7 +194,7 @@ def silu_mul_backward(
         F,
         ROWS=ROWS,
         BLOCK=BLOCK,
-        num_warps=4,
+        num_warps=WARPS,
         **NUMERIC_OPTIONS,
     )
     return dgate_TF, dup_TF

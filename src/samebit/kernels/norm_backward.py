@@ -10,8 +10,14 @@ from samebit.formats import BLOCK
 from samebit.kernels.norm import row_rstd, row_sum, row_tile
 from samebit.kernels.quantize_common import NUMERIC_OPTIONS, fold_rows, round_to_bf16
 
+WARPS_PER_TILE = 2
 PROGRAMS = 1056
 """Row chunks at most (eight a multiprocessor on an H200), fixed: the sum's order depends on it."""
+
+
+@triton.jit
+def _row(x_ptr, row, last, stride, k, inside):
+    return tl.load(x_ptr + row.to(tl.int64) * stride + k, mask=inside & (row < last), other=0.0)
 
 
 @triton.jit
@@ -37,10 +43,17 @@ def _rms_norm_backward_kernel(
     weight = tl.load(weight_ptr + k, mask=inside, other=0.0).to(tl.float32)
     dweight = tl.zeros((GROUPS, BLOCK), dtype=tl.float32)
     first = program * rows
-    for i in range(0, tl.minimum(rows, T - first)):
-        t = (first + i).to(tl.int64)
-        x = tl.load(x_ptr + t * x_stride + k, mask=inside, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + t * K + k, mask=inside, other=0.0).to(tl.float32)
+    last = tl.minimum(first + rows, T)
+    next_x = _row(x_ptr, first, last, x_stride, k, inside)
+    next_dy = _row(dy_ptr, first, last, K, k, inside)
+    for i in range(0, last - first):
+        row = first + i
+        t = row.to(tl.int64)
+        # The next row's loads are in flight while this one is worked on.
+        x = next_x.to(tl.float32)
+        dy = next_dy.to(tl.float32)
+        next_x = _row(x_ptr, row + 1, last, x_stride, k, inside)
+        next_dy = _row(dy_ptr, row + 1, last, K, k, inside)
         rstd = row_rstd(x, K, eps, GROUPS, BLOCK)
         normed = x * rstd
         scaled = dy * weight
@@ -133,7 +146,7 @@ def rms_norm_backward(
         ADD=dsum_TK is not None,
         GROUPS=tile.groups,
         BLOCK=BLOCK,
-        num_warps=min(2 * tile.num_warps, 8),
+        num_warps=WARPS_PER_TILE * tile.num_warps,
         **NUMERIC_OPTIONS,
     )
     return dx, column_sum(partial, dweight_K)

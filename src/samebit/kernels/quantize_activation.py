@@ -17,6 +17,7 @@ from samebit.kernels.quantize_common import (
 
 ROWS = 32
 """Tokens per program; a group's result depends on its own elements only."""
+WARPS = 4
 
 
 @triton.jit
@@ -77,7 +78,7 @@ def quantize_activation(
         K,
         ROWS=ROWS,
         BLOCK=BLOCK,
-        num_warps=4,
+        num_warps=WARPS,
         **NUMERIC_OPTIONS,
     )
     return codes, scale

@@ -23,6 +23,9 @@ from samebit.kernels.quantize_common import (
 )
 
 
+WARPS = 4
+
+
 def rotary_table(
     positions: int, head_size: int, theta: float, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,7 +229,7 @@ def qk_norm_rope_store(
         Q_HEADS=triton.next_power_of_2(num_heads),
         KV_HEADS=triton.next_power_of_2(G),
         HALF=D // 2,
-        num_warps=4,
+        num_warps=WARPS,
         **NUMERIC_OPTIONS,
     )  # fmt: skip
     return q, q_scale

@@ -7,11 +7,19 @@ import triton
 import triton.language as tl
 
 from samebit.kernels.norm_backward import column_sum
-from samebit.kernels.quantize_common import NUMERIC_OPTIONS, round_to_bf16
+from samebit.kernels.quantize_common import NUMERIC_OPTIONS, fold_rows, round_to_bf16
 from samebit.kernels.rope import head_rstd
 
 PROGRAMS = 2112
 """Token chunks at most; fixed, so that the gain gradient's sum order is."""
+WARPS = 4
+
+
+@triton.jit
+def _halves(x_ptr, row, last, stride, offset, inside, HALF: tl.constexpr):
+    source = x_ptr + row.to(tl.int64) * stride + offset
+    mask = inside & (row < last)
+    return tl.load(source, mask=mask, other=0.0), tl.load(source + HALF, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -39,28 +47,35 @@ def _rope_backward_kernel(
     d = tl.arange(0, HALF)[None, :]
     inside = (h < H) & (d < HALF)
     offset = h * (2 * HALF) + d
-    dweight1 = tl.zeros((HALF,), dtype=tl.float32)
-    dweight2 = tl.zeros((HALF,), dtype=tl.float32)
+    dweight1 = tl.zeros((HEADS, HALF), dtype=tl.float32)
+    dweight2 = tl.zeros((HEADS, HALF), dtype=tl.float32)
     first = program * rows
-    for i in range(0, tl.minimum(rows, T - first)):
-        t = (first + i).to(tl.int64)
+    last = tl.minimum(first + rows, T)
+    dy_stride = H * 2 * HALF
+    next_dy1, next_dy2 = _halves(dy_ptr, first, last, dy_stride, offset, inside, HALF)
+    if NORM:
+        next_x1, next_x2 = _halves(x_ptr, first, last, x_stride, offset, inside, HALF)
+    for i in range(0, last - first):
+        row = first + i
+        t = row.to(tl.int64)
         position = tl.load(positions_ptr + t).to(tl.int64)
         cos = tl.load(cos_ptr + position * HALF + d)
         sin = tl.load(sin_ptr + position * HALF + d)
-        source = dy_ptr + t * (H * 2 * HALF) + offset
-        dy1 = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-        dy2 = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+        # The next token's loads are in flight while this one is worked on.
+        dy1 = next_dy1.to(tl.float32)
+        dy2 = next_dy2.to(tl.float32)
+        next_dy1, next_dy2 = _halves(dy_ptr, row + 1, last, dy_stride, offset, inside, HALF)
         dx1 = dy1 * cos + dy2 * sin
         dx2 = dy2 * cos - dy1 * sin
         if NORM:
-            source = x_ptr + t * x_stride + offset
-            x1 = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-            x2 = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+            x1 = next_x1.to(tl.float32)
+            x2 = next_x2.to(tl.float32)
+            next_x1, next_x2 = _halves(x_ptr, row + 1, last, x_stride, offset, inside, HALF)
             rstd = head_rstd(x1, x2, eps, HALF)
             x1 = x1 * rstd
             x2 = x2 * rstd
-            dweight1 += tl.sum(dx1 * x1, axis=0)
-            dweight2 += tl.sum(dx2 * x2, axis=0)
+            dweight1 += dx1 * x1
+            dweight2 += dx2 * x2
             dx1 = dx1 * tl.load(weight_ptr + d).to(tl.float32)
             dx2 = dx2 * tl.load(weight_ptr + HALF + d).to(tl.float32)
             mean = tl.sum(dx1 * x1 + dx2 * x2, axis=1, keep_dims=True) * (0.5 / HALF)
@@ -71,8 +86,8 @@ def _rope_backward_kernel(
         tl.store(target + HALF, round_to_bf16(dx2), mask=inside)
     if NORM:
         address = partial_ptr + program.to(tl.int64) * (2 * HALF) + tl.arange(0, HALF)
-        tl.store(address, dweight1)
-        tl.store(address + HALF, dweight2)
+        tl.store(address, tl.reshape(fold_rows(dweight1, 1), (HALF,)))
+        tl.store(address + HALF, tl.reshape(fold_rows(dweight2, 1), (HALF,)))
 
 
 def rope_backward(
@@ -121,7 +136,7 @@ def rope_backward(
         H=H,
         HEADS=triton.next_power_of_2(H),
         HALF=D // 2,
-        num_warps=4,
+        num_warps=WARPS,
         **NUMERIC_OPTIONS,
     )
     return dx_TN, (column_sum(partial, dweight) if norm else None)
