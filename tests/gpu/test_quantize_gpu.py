@@ -59,8 +59,8 @@ def test_casts_of_every_fp32_value(part):
 def _scale_kernel(bits_ptr, e4m3_ptr, int8_ptr, inverse_ptr, WIDTH: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     bits = tl.load(bits_ptr + i)
-    tl.store(e4m3_ptr + i, scale_from_bits(bits, E4M3_LARGEST))
-    tl.store(int8_ptr + i, scale_from_bits(bits, INT8_LARGEST))
+    tl.store(e4m3_ptr + i, scale_from_bits(bits, E4M3_LARGEST, False))
+    tl.store(int8_ptr + i, scale_from_bits(bits, INT8_LARGEST, False))
     tl.store(inverse_ptr + i, reciprocal(bits.to(tl.float32, bitcast=True)))
 
 
@@ -94,12 +94,12 @@ def _quotient_kernel(
     amax = tl.load(amax_ptr + row + tl.arange(0, 1))[:, None]
     x = tl.load(x_ptr + k)
     i = row.to(tl.int64) * columns + k
-    scale = scale_from_bits(magnitude_bits(amax), E4M3_LARGEST)
+    scale = scale_from_bits(magnitude_bits(amax), E4M3_LARGEST, BF16)
     q = quotient(x, scale, BF16)
     tl.store(q_ptr + i, q)
     tl.store(scale_ptr + row + tl.arange(0, 1)[:, None], scale)
     tl.store(e4m3_ptr + i, e4m3_code(q))
-    scale = scale_from_bits(magnitude_bits(amax), INT8_LARGEST)
+    scale = scale_from_bits(magnitude_bits(amax), INT8_LARGEST, BF16)
     codes = int8_group_codes(quotient(x, scale, BF16), magnitude_bits(amax))
     tl.store(int8_ptr + i, codes)
 

@@ -26,6 +26,11 @@ NATIVE = tl.constexpr(not triton.knobs.runtime.interpret)
 FLOOR = tl.constexpr(AMAX_FLOOR)
 E4M3_LARGEST = tl.constexpr(448.0)
 INT8_LARGEST = tl.constexpr(127.0)
+FLOOR_BITS = tl.constexpr(0x0D800000)
+RECIPROCAL_448_HIGH = tl.constexpr(float.fromhex("0x1.24924a0000000p-9"))
+RECIPROCAL_448_LOW = tl.constexpr(float.fromhex("-0x1.b6db6e0000000p-34"))
+RECIPROCAL_127_HIGH = tl.constexpr(float.fromhex("0x1.02040a0000000p-7"))
+RECIPROCAL_127_LOW = tl.constexpr(float.fromhex("-0x1.efdfc00000000p-31"))
 NUMERIC_OPTIONS = {"enable_fp_fusion": False}
 """Launch options of every kernel here: multiply and add are fused only where `fma` is written."""
 
@@ -52,13 +57,14 @@ def magnitude_bits(x):
 
 
 @triton.jit
-def corrected(q, dividend, divisor, minus_inverse):
+def corrected(q, dividend, divisor, inverse):
     """One step from a quotient estimate towards RN(dividend / divisor); inverse = RN(1 / divisor)."""
     # The remainder is q*s - x, not x - q*s: so a zero quotient keeps its sign. In assembly because
     # Triton's minus is a subtraction from zero, an instruction of its own.
     return tl.inline_asm_elementwise(
-        "{ .reg .f32 r, n; neg.f32 n, $2; fma.rn.f32 r, $3, $1, n; fma.rn.f32 $0, r, $4, $1; }",
-        "=f,f,f,f,f", [q, dividend, divisor, minus_inverse], dtype=tl.float32, is_pure=True, pack=1,
+        "{ .reg .f32 r, n, m; neg.f32 n, $2; neg.f32 m, $4; "
+        "fma.rn.f32 r, $3, $1, n; fma.rn.f32 $0, r, m, $1; }",
+        "=f,f,f,f,f", [q, dividend, divisor, inverse], dtype=tl.float32, is_pure=True, pack=1,
     )  # fmt: skip
 
 
@@ -66,7 +72,7 @@ def corrected(q, dividend, divisor, minus_inverse):
 def reciprocal(x):
     """RN(1 / x) of normal x whose reciprocal is normal: two Newton steps from the hardware's."""
     return tl.inline_asm_elementwise(
-        "{ .reg .f32 r, e, n, one; neg.f32 n, $1; mov.f32 one, 0f3F800000; rcp.approx.f32 r, $1; "
+        "{ .reg .f32 r, e, n, one; neg.f32 n, $1; mov.f32 one, 0f3F800000; rcp.approx.ftz.f32 r, $1; "
         "fma.rn.f32 e, n, r, one; fma.rn.f32 r, e, r, r; "
         "fma.rn.f32 e, n, r, one; fma.rn.f32 $0, e, r, r; }",
         "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
@@ -74,15 +80,33 @@ def reciprocal(x):
 
 
 @triton.jit
-def scale_from_bits(bits, LARGEST: tl.constexpr):
-    """The scale of a group from the bits of its amax."""
+def near_reciprocal(x):
+    """1 / x to about half a unit in the last place: one Newton step."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 r, e, n, one; neg.f32 n, $1; mov.f32 one, 0f3F800000; rcp.approx.ftz.f32 r, $1; "
+        "fma.rn.f32 e, n, r, one; fma.rn.f32 $0, e, r, r; }",
+        "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def scale_from_bits(bits, LARGEST: tl.constexpr, BF16: tl.constexpr):
+    """The scale of a group from the bits of its amax; BF16: amax is a BF16 value.
+
+    Of a BF16 amax one fused product with 1/LARGEST in two parts is the correctly rounded quotient
+    (tried for all). The second part is negative, so that an infinity makes infinity - infinity.
+    """
+    if NATIVE and BF16:
+        amax = tl.maximum(bits, FLOOR_BITS).to(tl.float32, bitcast=True)
+        high: tl.constexpr = RECIPROCAL_448_HIGH if LARGEST == 448.0 else RECIPROCAL_127_HIGH
+        low: tl.constexpr = RECIPROCAL_448_LOW if LARGEST == 448.0 else RECIPROCAL_127_LOW
+        return tl.fma(amax, tl.full(amax.shape, high, tl.float32), amax * low)
     amax = tl.maximum(bits.to(tl.float32, bitcast=True), FLOOR)
     largest = tl.full(amax.shape, LARGEST, tl.float32)
     if NATIVE:
         inverse = tl.full(amax.shape, 1.0 / LARGEST, tl.float32)
-        minus_inverse = tl.full(amax.shape, -1.0 / LARGEST, tl.float32)
-        scale = corrected(amax * inverse, amax, largest, minus_inverse)
-        scale = corrected(scale, amax, largest, minus_inverse)
+        scale = corrected(amax * inverse, amax, largest, inverse)
+        scale = corrected(scale, amax, largest, inverse)
     else:
         scale = tl.div_rn(amax, largest)
     return tl.where(bits >= 0x7F800000, float("nan"), scale)
@@ -95,20 +119,17 @@ def quotient(x, scale, BF16: tl.constexpr):
     BF16: x and the amax behind `scale` are BF16 values; the quotient then serves for codes only.
     """
     if NATIVE and BF16:
-        inverse = reciprocal(scale)
-        estimate = x * inverse
-        divisor = tl.broadcast_to(scale, x.shape)
-        return corrected(estimate, x, divisor, tl.broadcast_to(-inverse, x.shape))
+        inverse = tl.broadcast_to(near_reciprocal(scale), x.shape)
+        return corrected(x * inverse, x, tl.broadcast_to(scale, x.shape), inverse)
     elif NATIVE:
         # 2^-40: below it q*s - x would need bits under 2^-149.
         boost = tl.where(scale < 9.094947017729282e-13, 18446744073709551616.0, 1.0)
         divisor = scale * boost
-        inverse = reciprocal(divisor)
+        inverse = tl.broadcast_to(reciprocal(divisor), x.shape)
         divisor = tl.broadcast_to(divisor, x.shape)
         dividend = x * boost
-        minus_inverse = tl.broadcast_to(-inverse, x.shape)
-        q = corrected(dividend * inverse, dividend, divisor, minus_inverse)
-        return corrected(q, dividend, divisor, minus_inverse)
+        q = corrected(dividend * inverse, dividend, divisor, inverse)
+        return corrected(q, dividend, divisor, inverse)
     else:
         return tl.div_rn(x, tl.broadcast_to(scale, x.shape))
 
@@ -191,7 +212,7 @@ def round_to_bf16(x):
 @triton.jit
 def block_codes(x, bits, BF16: tl.constexpr):
     """e4m3 codes and scale of groups; `bits` is the amax of each group, broadcastable to `x`."""
-    scale = scale_from_bits(bits, E4M3_LARGEST)
+    scale = scale_from_bits(bits, E4M3_LARGEST, BF16)
     return e4m3_code(quotient(x, scale, BF16)), scale
 
 

@@ -15,8 +15,11 @@ import triton
 import triton.language as tl
 
 from samebit.formats import BLOCK
+from samebit.kernels import _gradient_hopper
+from samebit.kernels._gradient_hopper import quantize_gradient_kernel
 from samebit.kernels.quantize_common import (
     E4M3_LARGEST,
+    NATIVE,
     NUMERIC_OPTIONS,
     block_codes,
     e4m3_word,
@@ -28,7 +31,7 @@ from samebit.kernels.quantize_common import (
 )
 
 QUADS = BLOCK // 4
-WARPS = 8
+"""A tile's quads of tokens."""
 
 
 def token_group_table(segment_lengths: Sequence[int], device: torch.device | str) -> torch.Tensor:
@@ -126,7 +129,7 @@ def _quantize_gradient_kernel(
 
     low = tl.maximum(magnitude_bits(x0), magnitude_bits(x1))
     high = tl.maximum(magnitude_bits(x2), magnitude_bits(x3))
-    scale = scale_from_bits(tl.max(tl.maximum(low, high), axis=0), E4M3_LARGEST)
+    scale = scale_from_bits(tl.max(tl.maximum(low, high), axis=0), E4M3_LARGEST, True)
     target = transposed_scale_ptr + group.to(tl.int64) * transposed_scale_stride
     tl.store(target + n, scale, mask=n < N)
     scale = scale[None, :]
@@ -157,23 +160,19 @@ def quantize_gradient(
     transposed = torch.empty((Np, groups * BLOCK), dtype=torch.float8_e4m3fn, device=device)
     transposed_scale = torch.empty((groups, N), dtype=torch.float32, device=device)
     if groups:
-        _quantize_gradient_kernel[(Np // BLOCK, groups)](
-            dy_TN,
-            token_groups,
-            codes.view(torch.uint8),
-            scale,
-            transposed.view(torch.uint8),
-            transposed_scale,
-            dy_TN.stride(0),
-            codes.stride(0),
-            scale.stride(0),
-            scale.stride(1),
-            transposed.stride(0),
-            transposed_scale.stride(0),
-            N,
-            QUADS=QUADS,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-            **NUMERIC_OPTIONS,
-        )
+        strides = (
+            dy_TN.stride(0), codes.stride(0), scale.stride(0), scale.stride(1),
+            transposed.stride(0), transposed_scale.stride(0),
+        )  # fmt: skip
+        if NATIVE.value:
+            quantize_gradient_kernel[(Np // BLOCK, groups)](
+                dy_TN, token_groups, codes, scale, transposed, transposed_scale, *strides, N,
+                BLOCK=BLOCK, num_warps=_gradient_hopper.WARPS, maxnreg=_gradient_hopper.REGISTERS,
+                **NUMERIC_OPTIONS,
+            )  # fmt: skip
+        else:
+            _quantize_gradient_kernel[(Np // BLOCK, groups)](
+                dy_TN, token_groups, codes.view(torch.uint8), scale, transposed.view(torch.uint8),
+                transposed_scale, *strides, N, QUADS=QUADS, BLOCK=BLOCK, **NUMERIC_OPTIONS,
+            )  # fmt: skip
     return codes, scale, transposed, transposed_scale

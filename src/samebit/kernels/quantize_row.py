@@ -27,10 +27,10 @@ WIDEST = 32768
 def row_codes(x, bits, IS_INT8: tl.constexpr, BF16: tl.constexpr):
     """Codes (int8 or uint8) and scale of whole rows; `bits` broadcasts against `x`."""
     if IS_INT8:
-        scale = scale_from_bits(bits, INT8_LARGEST)
+        scale = scale_from_bits(bits, INT8_LARGEST, BF16)
         return int8_group_codes(quotient(x, scale, BF16), bits), scale
     else:
-        scale = scale_from_bits(bits, E4M3_LARGEST)
+        scale = scale_from_bits(bits, E4M3_LARGEST, BF16)
         return e4m3_code(quotient(x, scale, BF16)), scale
 
 

@@ -24,6 +24,7 @@ from samebit.kernels.quantize_common import (
 from samebit.kernels.quantize_gradient import QUADS, store_quads
 
 WARPS = 8
+REGISTERS = None
 
 
 @triton.jit
@@ -120,7 +121,7 @@ def _requantize_tokens_kernel(
     x3 = x3 * _scales(scales, scale_stride_t, first, count, quad, 3)
     low = tl.maximum(magnitude_bits(x0), magnitude_bits(x1))
     high = tl.maximum(magnitude_bits(x2), magnitude_bits(x3))
-    scale = scale_from_bits(tl.max(tl.maximum(low, high), axis=0), E4M3_LARGEST)
+    scale = scale_from_bits(tl.max(tl.maximum(low, high), axis=0), E4M3_LARGEST, False)
     target = transposed_scale_ptr + group.to(tl.int64) * transposed_scale_stride
     tl.store(target + k, scale, mask=k < K)
     scale = scale[None, :]
@@ -162,6 +163,7 @@ def _launch(
             QUADS=QUADS,
             BLOCK=BLOCK,
             num_warps=WARPS,
+            maxnreg=REGISTERS,
             **NUMERIC_OPTIONS,
         )
     return transposed, transposed_scale

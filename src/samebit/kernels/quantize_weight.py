@@ -82,7 +82,7 @@ def _quantize_weight_both_kernel(
     low = tl.maximum(magnitude_bits(w0), magnitude_bits(w1))
     high = tl.maximum(magnitude_bits(w2), magnitude_bits(w3))
     bits = tl.max(tl.maximum(low, high), axis=1, keep_dims=True)
-    scale = scale_from_bits(tl.max(bits, axis=0, keep_dims=True), E4M3_LARGEST)
+    scale = scale_from_bits(tl.max(bits, axis=0, keep_dims=True), E4M3_LARGEST, False)
     tl.store(scale_ptr + block_n * scale_stride + block_k, tl.sum(scale))
     q0 = quotient(w0, scale, False)
     q1 = quotient(w1, scale, False)

@@ -10,16 +10,10 @@ from samebit.kernels.norm_backward import column_sum
 from samebit.kernels.quantize_common import NUMERIC_OPTIONS, fold_rows, round_to_bf16
 from samebit.kernels.rope import head_rstd
 
-PROGRAMS = 2112
+PROGRAMS = 528
 """Token chunks at most; fixed, so that the gain gradient's sum order is."""
 WARPS = 4
-
-
-@triton.jit
-def _halves(x_ptr, row, last, stride, offset, inside, HALF: tl.constexpr):
-    source = x_ptr + row.to(tl.int64) * stride + offset
-    mask = inside & (row < last)
-    return tl.load(source, mask=mask, other=0.0), tl.load(source + HALF, mask=mask, other=0.0)
+STAGES = 2
 
 
 @triton.jit
@@ -41,6 +35,7 @@ def _rope_backward_kernel(
     H: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     program = tl.program_id(0)
     h = tl.arange(0, HEADS)[:, None]
@@ -50,27 +45,20 @@ def _rope_backward_kernel(
     dweight1 = tl.zeros((HEADS, HALF), dtype=tl.float32)
     dweight2 = tl.zeros((HEADS, HALF), dtype=tl.float32)
     first = program * rows
-    last = tl.minimum(first + rows, T)
-    dy_stride = H * 2 * HALF
-    next_dy1, next_dy2 = _halves(dy_ptr, first, last, dy_stride, offset, inside, HALF)
-    if NORM:
-        next_x1, next_x2 = _halves(x_ptr, first, last, x_stride, offset, inside, HALF)
-    for i in range(0, last - first):
-        row = first + i
-        t = row.to(tl.int64)
+    for i in tl.range(0, tl.minimum(rows, T - first), num_stages=STAGES):
+        t = (first + i).to(tl.int64)
         position = tl.load(positions_ptr + t).to(tl.int64)
         cos = tl.load(cos_ptr + position * HALF + d)
         sin = tl.load(sin_ptr + position * HALF + d)
-        # The next token's loads are in flight while this one is worked on.
-        dy1 = next_dy1.to(tl.float32)
-        dy2 = next_dy2.to(tl.float32)
-        next_dy1, next_dy2 = _halves(dy_ptr, row + 1, last, dy_stride, offset, inside, HALF)
+        source = dy_ptr + t * (H * 2 * HALF) + offset
+        dy1 = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+        dy2 = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
         dx1 = dy1 * cos + dy2 * sin
         dx2 = dy2 * cos - dy1 * sin
         if NORM:
-            x1 = next_x1.to(tl.float32)
-            x2 = next_x2.to(tl.float32)
-            next_x1, next_x2 = _halves(x_ptr, row + 1, last, x_stride, offset, inside, HALF)
+            source = x_ptr + t * x_stride + offset
+            x1 = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+            x2 = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
             rstd = head_rstd(x1, x2, eps, HALF)
             x1 = x1 * rstd
             x2 = x2 * rstd
@@ -136,6 +124,7 @@ def rope_backward(
         H=H,
         HEADS=triton.next_power_of_2(H),
         HALF=D // 2,
+        STAGES=STAGES,
         num_warps=WARPS,
         **NUMERIC_OPTIONS,
     )
