@@ -31,10 +31,6 @@ NO_CODES = tl.constexpr(0)
 BLOCK_E4M3 = tl.constexpr(1)
 ROW_E4M3 = tl.constexpr(2)
 ROW_INT8 = tl.constexpr(3)
-PROGRAMS = 132 * 6
-"""At most; each walks over rows with the next one on its way."""
-STAGES = 2
-REGISTERS = None
 
 
 @dataclass(frozen=True)
@@ -89,43 +85,40 @@ def _rms_norm_kernel(
     scale_stride_g,
     K,
     K_PADDED,
-    T,
     eps,
     ADD: tl.constexpr,
     STORE: tl.constexpr,
     CODES: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
+    t = tl.program_id(0).to(tl.int64)
     g = tl.arange(0, GROUPS)
     k = g[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = k < K
-    weight = tl.load(weight_ptr + k, mask=inside, other=0.0)
-    for row in tl.range(tl.program_id(0), T, tl.num_programs(0), num_stages=STAGES):
-        t = tl.cast(row, tl.int64)
-        x = tl.load(x_ptr + t * x_stride + k, mask=inside, other=0.0).to(tl.float32)
-        if ADD:
-            residual = tl.load(residual_ptr + t * residual_stride + k, mask=inside, other=0.0)
-            total = round_to_bf16(x + residual.to(tl.float32))
-            tl.store(sum_ptr + t * K + k, total, mask=inside)
-            x = total.to(tl.float32)
-        y = round_to_bf16((x * row_rstd(x, K, eps, GROUPS, BLOCK)) * weight.to(tl.float32))
-        if STORE:
-            tl.store(y_ptr + t * K + k, y, mask=inside)
-        if CODES != NO_CODES:
-            # Without the mask a NaN rstd would leak into the zero padding.
-            y = tl.where(inside, y.to(tl.float32), 0.0)
-            bits = tl.max(magnitude_bits(y), axis=1, keep_dims=True)
-            if CODES == BLOCK_E4M3:
-                codes, scale = block_codes(y, bits, True)
-                address = scale_ptr + t * scale_stride_t + g * scale_stride_g
-                tl.store(address, tl.reshape(scale, (GROUPS,)), mask=g * BLOCK < K)
-            else:
-                bits = tl.max(bits, axis=0, keep_dims=True)
-                codes, scale = row_codes(y, bits, CODES == ROW_INT8, True)
-                tl.store(scale_ptr + t * scale_stride_t + tl.arange(0, 1), tl.reshape(scale, (1,)))
-            tl.store(codes_ptr + t * codes_stride + k, codes, mask=k < K_PADDED)
+    x = tl.load(x_ptr + t * x_stride + k, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        residual = tl.load(residual_ptr + t * residual_stride + k, mask=inside, other=0.0)
+        total = round_to_bf16(x + residual.to(tl.float32))
+        tl.store(sum_ptr + t * K + k, total, mask=inside)
+        x = total.to(tl.float32)
+    weight = tl.load(weight_ptr + k, mask=inside, other=0.0).to(tl.float32)
+    y = round_to_bf16((x * row_rstd(x, K, eps, GROUPS, BLOCK)) * weight)
+    if STORE:
+        tl.store(y_ptr + t * K + k, y, mask=inside)
+    if CODES != NO_CODES:
+        # Without the mask a NaN rstd would leak into the zero padding.
+        y = tl.where(inside, y.to(tl.float32), 0.0)
+        bits = tl.max(magnitude_bits(y), axis=1, keep_dims=True)
+        if CODES == BLOCK_E4M3:
+            codes, scale = block_codes(y, bits, True)
+            address = scale_ptr + t * scale_stride_t + g * scale_stride_g
+            tl.store(address, tl.reshape(scale, (GROUPS,)), mask=g * BLOCK < K)
+        else:
+            bits = tl.max(bits, axis=0, keep_dims=True)
+            codes, scale = row_codes(y, bits, CODES == ROW_INT8, True)
+            tl.store(scale_ptr + t * scale_stride_t + tl.arange(0, 1), tl.reshape(scale, (1,)))
+        tl.store(codes_ptr + t * codes_stride + k, codes, mask=k < K_PADDED)
 
 
 @dataclass(frozen=True)
@@ -174,7 +167,7 @@ def _launch(
     if T == 0:
         return result
     unused = weight_K
-    _rms_norm_kernel[(min(T, PROGRAMS),)](
+    _rms_norm_kernel[(T,)](
         x_TK,
         unused if residual_TK is None else residual_TK,
         weight_K,
@@ -189,16 +182,13 @@ def _launch(
         scale.stride(1) if scale is not None and scale.dim() == 2 else 0,
         K,
         padded(K),
-        T,
         eps,
         ADD=residual_TK is not None,
         STORE=store,
         CODES=mode,
         GROUPS=tile.groups,
         BLOCK=BLOCK,
-        STAGES=STAGES,
         num_warps=tile.num_warps,
-        maxnreg=REGISTERS,
         **NUMERIC_OPTIONS,
     )
     return result

@@ -10,11 +10,11 @@ from samebit.formats import BLOCK
 from samebit.kernels.norm import row_tile
 from samebit.kernels.quantize_common import NUMERIC_OPTIONS, fold_rows, round_to_bf16
 
-WARPS_PER_TILE = 1
+WARPS_PER_TILE = 2
 REGISTERS = None
-STAGES = 2
-PROGRAMS = 528
-"""Row chunks at most (four a multiprocessor on an H200), fixed: the sum's order depends on it."""
+STAGES = 3
+PROGRAMS = 264
+"""Row chunks at most (two a multiprocessor on an H200), fixed: the sum's order depends on it."""
 
 
 @triton.jit

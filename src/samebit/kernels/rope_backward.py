@@ -13,7 +13,7 @@ from samebit.kernels.rope import head_rstd
 PROGRAMS = 528
 """Token chunks at most; fixed, so that the gain gradient's sum order is."""
 WARPS = 4
-STAGES = 2
+STAGES = 1
 
 
 @triton.jit
