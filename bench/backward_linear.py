@@ -51,9 +51,7 @@ class Linear:
         return function(*self.saved, self.groups, self.x.shape[1])
 
     def input_grad(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return fp8_block_gemm(
-            codes, scale, self.w_transposed, self.w_scale.t(), n=self.x.shape[1]
-        )
+        return fp8_block_gemm(codes, scale, self.w_transposed, self.w_scale.t(), n=self.x.shape[1])
 
     def weight_grad(self, dy_NT, dy_scale_GN, x_KT, x_scale_GK) -> torch.Tensor:
         n, k = self.w.shape

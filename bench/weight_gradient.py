@@ -40,7 +40,9 @@ QUESTIONS = (
 )
 
 
-def tiles(x_TF: torch.Tensor, groups: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def tiles(
+    x_TF: torch.Tensor, groups: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(dequantised, code is zero) of FP32 [T, F] under one scale per (token group, `width` features)."""
     tokens, features = x_TF.shape
     pad = -features % width
@@ -116,7 +118,9 @@ class Probe:
 def sampled(model: Decoder, folder: Path, group_size: int, tokens: int) -> list[Group]:
     tokenizer = Tokenizer(folder, model.config)
     prompts = [
-        Prompt(str(i), tuple(tokenizer.apply_chat_template([{"role": "user", "content": text}])), text)
+        Prompt(
+            str(i), tuple(tokenizer.apply_chat_template([{"role": "user", "content": text}])), text
+        )
         for i, text in enumerate(QUESTIONS)
     ]
     engine = Engine(model, RolloutConfig(max_batch=len(prompts) * group_size), None, 0)
@@ -160,11 +164,15 @@ def summary(rows: list[dict]) -> dict:
                 "worst_relative_error": max((r[f"{case}_error"] / r["norm"]) ** 0.5 for r in mine),
                 "cosine": total(f"{case}_dot") / (total(f"{case}_norm") * total("norm")) ** 0.5,
             }
-        entry["saved_codes_only"] = {"relative_error": (total("saved_only_error") / total("norm")) ** 0.5}
+        entry["saved_codes_only"] = {
+            "relative_error": (total("saved_only_error") / total("norm")) ** 0.5
+        }
         for key in ("dy", "saved", "feature", "block"):
             values = [r[f"flushed_{key}"] for r in mine]
             entry[f"flushed_{key}"] = {"mean": sum(values) / len(values), "worst": max(values)}
-        entry["block_over_feature"] = entry["block"]["relative_error"] / entry["feature"]["relative_error"]
+        entry["block_over_feature"] = (
+            entry["block"]["relative_error"] / entry["feature"]["relative_error"]
+        )
         table[role] = entry
     return table
 

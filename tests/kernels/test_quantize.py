@@ -7,9 +7,9 @@ from tests.kernels.pointwise_oracle import (
     DEVICE,
     awkward,
     blocks,
+    rescaled_blocks,
     rows_of,
     same_bits,
-    rescaled_blocks,
     token_blocks,
     weight_blocks,
 )

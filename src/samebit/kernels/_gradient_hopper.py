@@ -101,5 +101,7 @@ def quantize_gradient_kernel(
     if count < BLOCK:
         # A NaN scale would turn the zero padding into NaN codes.
         q = gl.where((row < count)[:, None], q, gl.zeros_like(q))
-    target = transposed_ptr + group.to(gl.int64) * BLOCK + n.to(gl.int64)[None, :] * transposed_stride
+    target = (
+        transposed_ptr + group.to(gl.int64) * BLOCK + n.to(gl.int64)[None, :] * transposed_stride
+    )
     gl.store(target + row[:, None], q.to(gl.float8e4nv))

@@ -22,7 +22,6 @@ from samebit.kernels.quantize_common import (
     tree_sum,
 )
 
-
 WARPS = 4
 
 
