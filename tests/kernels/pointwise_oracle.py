@@ -71,6 +71,20 @@ def token_blocks(x_TN, table):
     return pad_to(torch.cat(codes, 1), 128, 1), torch.stack(scales)
 
 
+def rescaled_blocks(codes_TK, scale_TG, table):
+    """(bytes [Kp, 128*groups], scales [groups, G]) of saved codes under each block's largest scale."""
+    codes, scale = codes_TK.cpu().float(), scale_TG.cpu()
+    parts, scales = [], []
+    for first, rows in table.tolist():
+        own = scale[first : first + rows]
+        largest = own.amax(0)
+        ratio = (own / largest).repeat_interleave(128, 1)
+        moved = e4m3_bytes(codes[first : first + rows] * ratio, torch.ones(1))
+        parts.append(pad_to(moved, 128, 1).t())
+        scales.append(largest)
+    return torch.cat(parts, 1), torch.stack(scales)
+
+
 def rows_of(x_RK, largest):
     """(codes [R, Kp] bytes or int8, scales [R]) with one scale per row."""
     x = x_RK.float().cpu()
