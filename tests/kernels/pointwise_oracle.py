@@ -1,19 +1,13 @@
 """The definitions that the pointwise kernels are held to, in plain torch, and awkward inputs.
 
-Without a GPU the kernels run in Triton's interpreter, which has to be chosen before they are
-imported: import this module first.
+Import this module before any kernel: see interpreter.py.
 """
 
-import os
-
-import pytest
 import torch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton")
+from tests.kernels.interpreter import DEVICE
 
+__all__ = ["DEVICE"]
 FLOOR = 2.0**-100
 BF16 = torch.bfloat16
 
