@@ -23,7 +23,7 @@ def fresh_state():
 def test_codes_scales_and_weights_of_several_steps():
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(SIZE, generator=generator)
-    kernel, torch_ = start.to(DEVICE), start.clone()
+    kernel, torch_ = start.clone().to(DEVICE), start.clone()
     mine, theirs = fresh_state(), {k: v.cpu() for k, v in fresh_state().items()}
     for step in range(1, 6):
         grad = torch.randn(SIZE, generator=generator) * torch.logspace(-6, 0, SIZE)
