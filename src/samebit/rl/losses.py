@@ -116,14 +116,16 @@ def clipped_surrogate(
 
 def clamped(ratio_T: Tensor, lower: Bound, upper: Bound) -> Tensor:
     """torch.clamp with bounds that are numbers or tensors; NaN passes through."""
-    if not isinstance(lower, Tensor) and not isinstance(upper, Tensor):
+    if isinstance(lower, (int, float)) and isinstance(upper, (int, float)):
         return torch.clamp(ratio_T, lower, upper)
     low_T, high_T = _spread(lower, ratio_T), _spread(upper, ratio_T)
     return torch.clamp(ratio_T, low_T, high_T)
 
 
 def _spread(bound: Bound, like_T: Tensor) -> Tensor:
-    return bound.to(like_T) if isinstance(bound, Tensor) else torch.full_like(like_T, bound)
+    if isinstance(bound, (int, float)):
+        return torch.full_like(like_T, bound)
+    return bound.to(like_T)
 
 
 def kl_penalty(logp_T: Tensor, ref_logp_T: Tensor, estimator: KLEstimator) -> Tensor:
