@@ -12,6 +12,7 @@ from torch import nn
 
 from samebit.config import Config
 from samebit.models.decoder import Decoder
+from samebit.models.load import share_masters
 from samebit.reference.sampling import Transform
 from samebit.rl.advantage import outcomes
 from samebit.rl.api import Advantages, Algorithm, Correction, Normaliser, TokenBatch
@@ -34,6 +35,7 @@ from samebit.train.quant_metrics import (
     observe_activations,
 )
 from samebit.train.score import Outputs, Scorer, Scores
+from samebit.train.timing import PartTimer
 from samebit.types import Group
 
 
@@ -92,7 +94,7 @@ class Trainer:
     """Owns the optimiser and everything an update needs. One per device, beside the engine.
 
     reference: the frozen first policy (KL). shadow: a decoder of the same shape under the BF16 plan
-    (calibrated clipping). Both are None where nothing needs them.
+    (calibrated clipping); it is made to share the policy's masters. None where nothing needs them.
     """
 
     def __init__(
@@ -116,6 +118,8 @@ class Trainer:
             self.value = value
         r = config.rollout
         transform = Transform(r.temperature, r.top_k, r.top_p)
+        if shadow is not None:
+            share_masters(shadow, model)
         self.scorer = Scorer(model, self.value, reference, shadow, transform)
         self.optimizer = build_optimizer(self.parameters(), config.train)
         self.steps = 0
@@ -129,6 +133,8 @@ class Trainer:
         self.before_update: Callable[[Rollout], None] | None = None
         """Called once a step, when log-probs are known and no weight has moved; may raise."""
         self._correction_before = correction
+        self._timer = PartTimer(model.device)
+        """Of the step being run."""
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Every trained parameter by name."""
@@ -149,9 +155,11 @@ class Trainer:
         differentiated (on the scoring forward for tokens whose turn comes after an update).
         """
         self._correction_before = self.correction
-        whole = self._pack(groups, range(len(groups)))
-        rollout = self._prepare(groups, whole)
-        probe = UpdateProbe(self.model)
+        timer = self._timer = PartTimer(self.model.device)
+        with timer("score"):
+            whole = self._pack(groups, range(len(groups)))
+            rollout = self._prepare(groups, whole)
+            probe = UpdateProbe(self.model)
         parts = self._mini_batches(len(groups)) * self.config.rl.epochs
         numbers: dict[str, float] = {}
         for index, part in enumerate(parts):
@@ -162,7 +170,7 @@ class Trainer:
             rollout.merge(self.correction.bound_metrics(*self.algorithm.clip_bounds))
         self.steps += 1
         numbers["train/skipped_steps"] = float(self.skipped)
-        return rollout.metrics.compute() | numbers | probe.measure()
+        return rollout.metrics.compute() | numbers | probe.measure() | timer.seconds()
 
     def _pack(self, groups: Sequence[Group], part: range) -> list[PackedBatch]:
         """Micro-batches with everything on the device, so that no forward waits for a copy."""
@@ -310,20 +318,26 @@ class Trainer:
         normaliser = rollout.normaliser(batches, self.config.rollout.max_tokens)
         observed: Observed = {}
         for index, batch in enumerate(batches):
-            remove = observe_activations(self.model, observed) if observe and not index else None
-            outputs = self.scorer.forward(self.model, batch)
-            if remove is not None:
-                remove()
-            if self.updates_per_step == 1:
-                rollout.merge(self._mismatch(outputs[0], batch))
-                rollout.observed.append(outputs[0].detach())
-            tokens = self._token_batch(rollout, batch, outputs)
-            loss, found = self.algorithm.loss(tokens, normaliser, self.correction)
-            rollout.merge(found)
-            loss.backward()
+            with self._timer("forward"):
+                remove = (
+                    observe_activations(self.model, observed) if observe and not index else None
+                )
+                outputs = self.scorer.forward(self.model, batch)
+                if remove is not None:
+                    remove()
+                if self.updates_per_step == 1:
+                    rollout.merge(self._mismatch(outputs[0], batch))
+                    rollout.observed.append(outputs[0].detach())
+                tokens = self._token_batch(rollout, batch, outputs)
+                loss, found = self.algorithm.loss(tokens, normaliser, self.correction)
+                rollout.merge(found)
+            with self._timer("backward"):
+                loss.backward()
         if observe and self.before_update is not None:
             self._look_before(rollout, self.before_update)
-        return self._optimise() | activation_shares(observed)
+        with self._timer("optimizer"):
+            numbers = self._optimise()
+        return numbers | activation_shares(observed)
 
     def _look_before(self, rollout: Rollout, look: Callable[[Rollout], None]) -> None:
         """Call `look` with everything as it was when the step began, so that it may save that."""
