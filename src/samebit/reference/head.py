@@ -77,8 +77,7 @@ def log_prob_backward(
 
     entropy, lse: the forward's. dentropy None: nothing asks for the entropy's gradient.
     """
-    if dentropy_T is None:
-        dentropy_T = torch.zeros_like(dlogp_T)
+    dentropy_T = torch.zeros_like(dlogp_T) if dentropy_T is None else dentropy_T
     inverse = 1.0 if transform.temperature in (0.0, 1.0) else 1.0 / transform.temperature
     weight_VK = _weight_fp32(head)
     dhidden, dweight = [], torch.zeros_like(weight_VK) if into is None else into
