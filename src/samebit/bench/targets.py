@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from samebit.bench.api import Target, matches
+from samebit.bench.api import Target
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def evaluate(target: Target, records: Mapping[str, Mapping[str, Any]]) -> Line:
     values = {
         name: float(record[target.field])
         for name, record in records.items()
-        if any(matches(name, p) for p in patterns) and record.get(target.field) is not None
+        if any(fnmatch.fnmatchcase(name, p) for p in patterns) and record.get(target.field) is not None
     }
     if not values:
         return Line(target, None, 0)
