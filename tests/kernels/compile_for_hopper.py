@@ -184,13 +184,12 @@ def pointwise_jobs(every: bool) -> Iterator[Job]:
     from samebit.formats import E4M3 as E4M3_FORMAT
     from samebit.formats import INT8
     from samebit.kernels import activation, embed, norm, norm_backward, rope, rope_backward
+    from samebit.kernels.adamw_8bit import update_8bit
+    from samebit.kernels.dequantize import dequantize
     from samebit.kernels.quantize_activation import quantize_activation
-    from samebit.kernels.quantize_gradient import (
-        quantize_gradient,
-        requantize_tokens,
-        token_group_table,
-    )
+    from samebit.kernels.quantize_gradient import quantize_gradient, token_group_table
     from samebit.kernels.quantize_row import quantize_rows
+    from samebit.kernels.quantize_saved import requantize_tokens, rescale_tokens
     from samebit.kernels.quantize_weight import quantize_weight, transpose_codes
 
     positions = torch.zeros(256, dtype=torch.int32)
@@ -205,6 +204,8 @@ def pointwise_jobs(every: bool) -> Iterator[Job]:
         yield f"quantise {K}", lambda x=x: quantize_activation(x)
         yield f"quantise gradient {K}", lambda x=x: quantize_gradient(x, groups)
         yield f"requantise {K}", lambda c=codes, s=scale, K=K: requantize_tokens(c, s, groups, K)
+        yield f"rescale {K}", lambda c=codes, s=scale, K=K: rescale_tokens(c, s, groups, K)
+        yield f"dequantise {K}", lambda c=codes, s=scale, K=K: dequantize(c, s, K, (1, 128))
         yield f"quantise weight {K}", lambda w=w: quantize_weight(w)
         yield (
             f"quantise weight and transpose {K}",
@@ -234,6 +235,15 @@ def pointwise_jobs(every: bool) -> Iterator[Job]:
         )
         yield f"silu backward {K}", lambda x=x: activation.silu_mul_backward(x, x, x)
         yield f"embed {K}", lambda x=x: embed.embed(positions.long(), x)
+    n = 1024
+    state = {f"exp_avg{kind}": torch.zeros(n, dtype=torch.uint8) for kind in ("", "_sq")}
+    state |= {f"exp_avg{kind}_scale": torch.zeros(n // 256) for kind in ("", "_sq")}
+    numbers = {
+        "key": 5,
+        **dict.fromkeys(("beta1", "beta2", "epsilon", "decay", "size", "root"), 0.5),
+    }
+    update = SimpleNamespace(**numbers)
+    yield "adamw 8-bit", lambda: update_8bit(torch.zeros(n), torch.zeros(n), state, update)
     x = torch.zeros(256, 1024, dtype=BF16)
     for D in (64, 128):
         table = rope.rotary_table(16, D, 1e4, "cpu")
@@ -267,7 +277,7 @@ def report(kernel) -> dict[str, object]:
         "written_fma": len(re.findall(r"\bmath\.fma\b|fma\.rn", str(written))),
         "ir_fma": ir_fma(llir),
         "ir_contract": len(re.findall(r" = f(?:mul|add|sub)[^\n]*\b(?:contract|fast)\b", llir)),
-        "ptx_fma": len(re.findall(r"^\s*(?:@\S+\s+)?(?:fma|mad)\.[^\n]*f32\b", ptx, re.MULTILINE)),
+        "ptx_fma": len(re.findall(r"\b(?:fma|mad)\.[a-z.]*f32\b", ptx)),
         "ptx_exact": len(re.findall(r"\b(?:div|sqrt|rcp)\.rn", ptx)),
         "sass_fma": len(re.findall(r"\bFFMA2?\b", sass)),
         "wgmma": sorted(set(re.findall(r"wgmma\.mma_async\S*\.(m\d+n\d+k\d+)", ptx))),
@@ -285,7 +295,7 @@ def ir_fma(llir: str) -> int:
     The device library's variants that flush subnormals are there too, on a branch never taken.
     """
     calls = re.findall(r"call [^\n]*@llvm\.(?:nvvm\.fma\.rn\.f|fma\.(?:v(\d+))?f32)\(", llir)
-    written = len(re.findall(r"asm [^\n]*fma\.rn", llir))
+    written = sum(line.count("fma.rn.f32") for line in llir.splitlines() if " asm " in line)
     return sum(int(width or 1) for width in calls) + written
 
 

@@ -47,8 +47,8 @@ class Case:
 class Target:
     """A line of the target table: which rows, which of their fields, and how they become one number.
 
-    rows: whole names or patterns, joined by |. more: larger is better. least: no single row may be worse (0: no such bound). reduce: `geomean`
-    or `worst`.
+    rows: whole names or patterns, joined by |. more: larger is better. least: no single row may be worse
+    (0: no such bound). reduce: `geomean` or `worst`.
     """
 
     what: str

@@ -58,7 +58,9 @@ def product_rate(kind: str) -> float:
         x, w = (t.to(torch.float8_e4m3fn) for t in (a, b))
         one = torch.ones((), device="cuda")
         seconds = _median(
-            lambda: torch._scaled_mm(x, w.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+            lambda: torch._scaled_mm(
+                x, w.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
         )
     else:
         return product_rate("fp8")

@@ -41,7 +41,8 @@ def evaluate(target: Target, records: Mapping[str, Mapping[str, Any]]) -> Line:
     values = {
         name: float(record[target.field])
         for name, record in records.items()
-        if any(fnmatch.fnmatchcase(name, p) for p in patterns) and record.get(target.field) is not None
+        if any(fnmatch.fnmatchcase(name, p) for p in patterns)
+        and record.get(target.field) is not None
     }
     if not values:
         return Line(target, None, 0)

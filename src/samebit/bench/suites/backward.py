@@ -49,9 +49,7 @@ def _prepare(recipe: str, shape: str) -> Prepared:
     plain = normal(outputs, depth)
 
     def ours(i: int) -> None:
-        dy = pairs[i][0]
-        ops.input_grad(dy, weight, plan.backward)
-        ops.weight_grad(dy, saved[i], groups, plan.backward)
+        ops.linear_backward(pairs[i][0], saved[i], weight, groups, plan.backward)
 
     def library(i: int) -> None:
         dy, x = pairs[i]

@@ -18,8 +18,7 @@ MODELS = {"8B": (4096, 12288, 32, 8, 128), "0.6B": (1024, 3072, 16, 8, 128),
 """(hidden, intermediate, query heads, key/value heads, head size)."""
 SIZES = (("8B", 8192), ("8B", 64), ("0.6B", 8192), ("135M", 8192))
 HELD = ("quantize_activation", "quantize_rows.int8", "quantize_rows.e4m3", "quantize_gradient",
-        "rescale_tokens", "requantize_tokens", "quantize_weight", "norm+quantize",
-        "add_norm+quantize", "add_norm+int8",
+        "rescale_tokens", "quantize_weight", "norm+quantize", "add_norm+quantize", "add_norm+int8",
         "silu+quantize", "qk_norm+rope+store.fp8", "norm", "add_norm", "silu")  # fmt: skip
 TARGETS = tuple(
     Target(f"{name}, 8B, 8,192 tokens: share of the copy rate", "pointwise", f"{name}/8B/8192",
@@ -77,9 +76,9 @@ def _quantise(name: str, T: int, K: int, *_: int) -> Calls:
     if name == "quantize_gradient":
         return [lambda x=x: quantize_gradient(x, table) for x in xs], 4 * n + 2 * scales
     if name in ("rescale_tokens", "requantize_tokens"):
-        along = rescale_tokens if name == "rescale_tokens" else requantize_tokens
+        bring = rescale_tokens if name == "rescale_tokens" else requantize_tokens
         coded = [quantize_activation(x) for x in xs]
-        return [lambda c=c, s=s: along(c, s, table, K) for c, s in coded], 2 * n + 2 * scales
+        return [lambda c=c, s=s: bring(c, s, table, K) for c, s in coded], 2 * n + 2 * scales
     fmt = INT8 if name.endswith("int8") else E4M3
     return [lambda x=x: quantize_rows(x, fmt) for x in xs], 3 * n + 4 * T
 
@@ -194,7 +193,8 @@ def _embed(name: str, T: int, K: int, *_: int) -> Calls:
 
 MAKERS: dict[str, Callable[..., Calls]] = {
     **dict.fromkeys(("quantize_activation", "quantize_gradient", "rescale_tokens",
-                     "requantize_tokens", "quantize_rows.int8", "quantize_rows.e4m3"), _quantise),
+                     "requantize_tokens",
+                     "quantize_rows.int8", "quantize_rows.e4m3"), _quantise),
     **dict.fromkeys(("quantize_weight", "quantize_weight+transpose", "transpose_codes",
                      "weight_rows.int8"), _weight),
     **dict.fromkeys(("norm", "add_norm", "norm+quantize", "add_norm+quantize", "add_norm+int8",
