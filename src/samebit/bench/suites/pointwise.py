@@ -18,7 +18,8 @@ MODELS = {"8B": (4096, 12288, 32, 8, 128), "0.6B": (1024, 3072, 16, 8, 128),
 """(hidden, intermediate, query heads, key/value heads, head size)."""
 SIZES = (("8B", 8192), ("8B", 64), ("0.6B", 8192), ("135M", 8192))
 HELD = ("quantize_activation", "quantize_rows.int8", "quantize_rows.e4m3", "quantize_gradient",
-        "rescale_tokens", "quantize_weight", "norm+quantize", "add_norm+quantize", "add_norm+int8",
+        "rescale_tokens", "requantize_tokens", "quantize_weight", "norm+quantize",
+        "add_norm+quantize", "add_norm+int8",
         "silu+quantize", "qk_norm+rope+store.fp8", "norm", "add_norm", "silu")  # fmt: skip
 TARGETS = tuple(
     Target(f"{name}, 8B, 8,192 tokens: share of the copy rate", "pointwise", f"{name}/8B/8192",
