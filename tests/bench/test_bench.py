@@ -36,7 +36,7 @@ def test_row_names_are_unique_over_all_suites():
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", api.suite_names())
 def test_every_target_is_about_rows_that_exist(name: str):
     rows = [case.name for case in api.load_suite(name).cases()]
     for target in getattr(api.load_suite(name), "TARGETS", ()):
@@ -45,6 +45,7 @@ def test_every_target_is_about_rows_that_exist(name: str):
             known = any(fnmatch.fnmatchcase(row, pattern) for row in rows)
             # a pattern over sizes may name one that an operator is not measured at
             assert known or "*" in pattern, (target.what, pattern)
+        assert not target.over or target.over in rows
         assert targets.evaluate(target, {row: {target.field: 1.0} for row in rows}).rows
 
 
@@ -124,6 +125,21 @@ def test_targets_by_hand():
     assert none.value is None and none.verdict == "not measured"
     text = targets.table([line, none])
     assert "1.00x" in text and "not measured" in text and "a/2 0.50x" in text
+
+
+def test_two_arms_are_compared_only_where_their_roofline_shares_are_near():
+    held = {
+        "slow": {"ms": 9.0, "share": 0.62},
+        "fast": {"ms": 6.0, "share": 0.60},
+        "odd": {"ms": 3.0, "share": 0.5},
+    }
+    ratio = targets.evaluate(
+        Target("r", "s", "fast", "ms", 1.4, 1.7, over="slow", near="share"), held
+    )
+    assert ratio.value == pytest.approx(1.5) and ratio.verdict == "must"
+    odd = targets.evaluate(Target("r", "s", "odd", "ms", 1.4, 1.7, over="slow", near="share"), held)
+    assert odd.value == pytest.approx(3.0) and odd.verdict == "not comparable"
+    assert targets.evaluate(Target("r", "s", "fast", "ms", 1, 2, over="gone"), held).value is None
 
 
 def test_the_command_lists_and_prints_its_table_anywhere(capsys: Any, tmp_path):

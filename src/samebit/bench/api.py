@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 Call = Callable[[], object]
+NEAR = 0.05
 GROUPS = ("kernels", "rollout", "step")
 
 
@@ -48,7 +49,9 @@ class Target:
     """A line of the target table: which rows, which of their fields, and how they become one number.
 
     rows: whole names or patterns, joined by |. more: larger is better. least: no single row may be worse
-    (0: no such bound). reduce: `geomean` or `worst`.
+    (0: no such bound). reduce: `geomean` or `worst`. over: another row's name, whose field is divided by
+    the row's own (both times: how many times faster). near: a field in which the two may differ by
+    `NEAR` at most, or their ratio says nothing.
     """
 
     what: str
@@ -61,6 +64,8 @@ class Target:
     more: bool = True
     least: float = 0.0
     reduce: str = "geomean"
+    over: str = ""
+    near: str = ""
 
 
 @dataclass

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from samebit.bench.api import Target
+from samebit.bench.api import NEAR, Target
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,16 @@ class Line:
     rows: int
     worst: str = ""
     worst_value: float = math.nan
+    comparable: bool = True
 
     @property
     def verdict(self) -> str:
-        """`aim`, `must`, `missed` or `not measured`."""
+        """`aim`, `must`, `missed`, `not measured` or `not comparable`."""
         t = self.target
         if self.value is None:
             return "not measured"
+        if not self.comparable:
+            return "not comparable"
         sign = 1 if t.more else -1
         if t.least and sign * self.worst_value < sign * t.least:
             return "missed"
@@ -37,13 +40,24 @@ class Line:
 
 def evaluate(target: Target, records: Mapping[str, Mapping[str, Any]]) -> Line:
     """The line of one target over a suite's records by row."""
-    patterns = target.rows.split("|")
-    values = {
-        name: float(record[target.field])
+    field, patterns = target.field, target.rows.split("|")
+    rows = {
+        name: record
         for name, record in records.items()
-        if any(fnmatch.fnmatchcase(name, p) for p in patterns)
-        and record.get(target.field) is not None
+        if record.get(field) is not None and any(fnmatch.fnmatchcase(name, p) for p in patterns)
     }
+    values = {name: float(record[field]) for name, record in rows.items()}
+    comparable = True
+    if target.over:
+        other = records.get(target.over, {})
+        if other.get(field) is None:
+            return Line(target, None, 0)
+        values = {name: float(other[field]) / value for name, value in values.items()}
+        if target.near:
+            gaps = [
+                abs(r.get(target.near, 0.0) - other.get(target.near, 0.0)) for r in rows.values()
+            ]
+            comparable = max(gaps, default=0.0) <= NEAR
     if not values:
         return Line(target, None, 0)
     pick = min if target.more else max
@@ -51,7 +65,7 @@ def evaluate(target: Target, records: Mapping[str, Mapping[str, Any]]) -> Line:
     value = values[worst]
     if target.reduce == "geomean":
         value = math.exp(sum(map(math.log, values.values())) / len(values))
-    return Line(target, value, len(values), worst, values[worst])
+    return Line(target, value, len(values), worst, values[worst], comparable)
 
 
 def table(lines: list[Line]) -> str:
