@@ -121,6 +121,8 @@ def test_targets_by_hand():
     assert worst.value == 0.5 and worst.verdict == "must"
     time = Target("a", "s", "a/*", "ratio", 2.0, 1.0, more=False, reduce="worst")
     assert targets.evaluate(time, held).verdict == "must"
+    some = targets.evaluate(Target("a", "s", "a/1|a/9", "ratio", 1, 2), held, ["a/1", "a/9"])
+    assert some.verdict == "so far aim" and some.expected == 2
     none = targets.evaluate(Target("a", "s", "c", "ratio", 1, 2), held)
     assert none.value is None and none.verdict == "not measured"
     text = targets.table([line, none])
@@ -176,4 +178,4 @@ def test_a_suite_is_one_file(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_p
     assert main(["bench", "step", "--out", str(tmp_path), "--commit", "abc"]) == 0
     held = records.read(tmp_path / "step_toy.json")
     assert held == {"toy/1": {"row": "toy/1", "ms": 2.0, "commit": "abc", "card": "none"}}
-    assert "must (1 rows)" in capsys.readouterr().out
+    assert "must (1 of 1 rows)" in capsys.readouterr().out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,37 +21,43 @@ class Line:
     worst: str = ""
     worst_value: float = math.nan
     comparable: bool = True
+    expected: int = 0
 
     @property
     def verdict(self) -> str:
-        """`aim`, `must`, `missed`, `not measured` or `not comparable`."""
-        t = self.target
+        """`aim`, `must`, `missed`, `not measured` or `not comparable`; `so far` with rows to come."""
         if self.value is None:
             return "not measured"
-        if not self.comparable:
-            return "not comparable"
+        so_far = "so far " if self.rows < self.expected else ""
+        return so_far + (self._judged(self.value) if self.comparable else "not comparable")
+
+    def _judged(self, value: float) -> str:
+        t = self.target
         sign = 1 if t.more else -1
         if t.least and sign * self.worst_value < sign * t.least:
             return "missed"
-        if sign * self.value >= sign * t.aim:
+        if sign * value >= sign * t.aim:
             return "aim"
-        return "must" if sign * self.value >= sign * t.must else "missed"
+        return "must" if sign * value >= sign * t.must else "missed"
 
 
-def evaluate(target: Target, records: Mapping[str, Mapping[str, Any]]) -> Line:
-    """The line of one target over a suite's records by row."""
+def evaluate(
+    target: Target, records: Mapping[str, Mapping[str, Any]], known: Iterable[str] = ()
+) -> Line:
+    """The line of one target over a suite's records by row. known: the rows the suite has."""
     field, patterns = target.field, target.rows.split("|")
     rows = {
         name: record
         for name, record in records.items()
         if record.get(field) is not None and any(fnmatch.fnmatchcase(name, p) for p in patterns)
     }
+    expected = sum(any(fnmatch.fnmatchcase(name, p) for p in patterns) for name in known)
     values = {name: float(record[field]) for name, record in rows.items()}
     comparable = True
     if target.over:
         other = records.get(target.over, {})
         if other.get(field) is None:
-            return Line(target, None, 0)
+            return Line(target, None, 0, expected=expected)
         values = {name: float(other[field]) / value for name, value in values.items()}
         if target.near:
             gaps = [
@@ -59,13 +65,13 @@ def evaluate(target: Target, records: Mapping[str, Mapping[str, Any]]) -> Line:
             ]
             comparable = max(gaps, default=0.0) <= NEAR
     if not values:
-        return Line(target, None, 0)
+        return Line(target, None, 0, expected=expected)
     pick = min if target.more else max
     worst = pick(values, key=values.__getitem__)
     value = values[worst]
     if target.reduce == "geomean":
         value = math.exp(sum(map(math.log, values.values())) / len(values))
-    return Line(target, value, len(values), worst, values[worst], comparable)
+    return Line(target, value, len(values), worst, values[worst], comparable, expected)
 
 
 def table(lines: list[Line]) -> str:
@@ -75,7 +81,7 @@ def table(lines: list[Line]) -> str:
     for line in lines:
         t = line.target
         value = "-" if line.value is None else number(line.value, t.unit)
-        rest = f"{line.rows} rows"
+        rest = f"{line.rows} of {max(line.expected, line.rows)} rows"
         if line.rows > 1:
             rest += f"; {line.worst} {number(line.worst_value, t.unit)}"
         out.append(

@@ -100,7 +100,8 @@ def _print_table(suites: dict[str, ModuleType], out: Path) -> None:
     lines = []
     for name, suite in suites.items():
         held = records.read(out / api.file_name(name, suite))
-        lines += [targets.evaluate(t, held) for t in getattr(suite, "TARGETS", ())]
+        known = [case.name for case in suite.cases()]
+        lines += [targets.evaluate(t, held, known) for t in getattr(suite, "TARGETS", ())]
     if lines:
         print(targets.table(lines))
     else:
