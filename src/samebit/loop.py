@@ -25,28 +25,23 @@ from samebit.engine.api import load_engine
 from samebit.errors import RunLeft, RunStopped
 from samebit.lock import FolderLock
 from samebit.log import MetricsLog, replace_file
-from samebit.models.config import read_config, read_json
+from samebit.models.config import read_json
 from samebit.models.decoder import Decoder
 from samebit.models.load import freeze, load_model, plan_for
 from samebit.models.source import fingerprint
 from samebit.models.source import resolve as resolve_model
 from samebit.models.tokenizer import Tokenizer
-from samebit.quant.flow import is_unified
 from samebit.quant.ops import missing_for_cuda
 from samebit.quant.plan import load_recipe
 from samebit.reporter import Reporter
-from samebit.rl.checks import check_pair
-from samebit.rl.registry import load_algorithm, load_correction
+from samebit.run_checks import Checks, planned_memory
 from samebit.signals import Signals
-from samebit.tasks.api import load_task
 from samebit.train import checkpoint
 from samebit.train.checkpoint import Progress
-from samebit.train.flops import peak_of, training_flops
+from samebit.train.flops import training_rates
 from samebit.train.invariant import apply_invariant_scale
-from samebit.train.memory import MemoryPlan, plan_memory
-from samebit.train.pack import fed_tokens
 from samebit.train.step import Trainer
-from samebit.types import Group, Prompt, Sample, Sampling
+from samebit.types import Group, Prompt, Sample
 from samebit.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -225,30 +220,17 @@ class Run:
         metrics["perf/rollout_tokens_per_s"] = tokens / max(1e-9, metrics["time/rollout_s"])
         metrics["perf/step_tokens_per_s"] = tokens / max(1e-9, metrics["time/step_s"])
         if groups:
-            metrics |= self._training_rates(groups, metrics["time/train_s"])
+            epochs = self.config.rl.epochs
+            metrics |= training_rates(self.model, groups, epochs, metrics["time/train_s"])
         return metrics
 
     def _make_room(self) -> None:
         """Give the engine's cache back for the time of the update, on a device where it matters."""
         if self.model.device.type == "cuda":
-            self.engine.release()
+            release = getattr(self.engine, "release", None)
+            if release is not None:
+                release()
             torch.cuda.reset_peak_memory_stats()
-
-    def _training_rates(self, groups: Sequence[Group], seconds: float) -> dict[str, float]:
-        """perf/ numbers of the update: tokens and model FLOPs a second, MFU, the peak of memory."""
-        epochs = self.config.rl.epochs
-        flops = epochs * training_flops(self.model.config, groups) / max(1e-9, seconds)
-        fed = epochs * sum(fed_tokens(g) for g in groups)
-        out = {
-            "perf/train_tokens_per_s": fed / max(1e-9, seconds),
-            "perf/train_tflops_per_s": flops / 1e12,
-        }
-        if self.model.device.type == "cuda":
-            peak = peak_of(torch.cuda.get_device_name(self.model.device))
-            if peak is not None:
-                out["perf/mfu"] = flops / peak
-            out["perf/train_memory_gib"] = torch.cuda.max_memory_allocated() / (1 << 30)
-        return out
 
     def _collect(self, clock: Clock) -> tuple[list[Group], dict[str, float], Progress]:
         """Sample until the algorithm's selection fills a step, at most its number of rounds."""
@@ -326,36 +308,6 @@ class Run:
         self.metrics_log.close()
 
 
-class Checks:
-    """Everything that can be refused before the model is loaded."""
-
-    def __init__(self, config: Config):
-        self.recipe = load_recipe(config.recipe)
-        self.algorithm = load_algorithm(config.rl.algorithm, config.rl.options)
-        correction = dict(config.rl.correction)
-        self.correction = load_correction(str(correction.pop("name", "none")), correction)
-        r = config.rollout
-        self.sampling = Sampling(
-            temperature=r.temperature,
-            top_p=r.top_p,
-            top_k=r.top_k,
-            max_tokens=r.max_tokens,
-            stop=r.stop,
-            stop_ids=r.stop_ids,
-            seed=config.seed,
-        )
-        for warning in check_pair(
-            self.algorithm,
-            self.correction,
-            is_unified(self.recipe),
-            self.sampling,
-            config.rl.group_size,
-            config.rl.mini_batches * config.rl.epochs,
-        ):
-            log.warning("%s", warning)
-        self.task = load_task(config.task.name, config.task.options, config.seed)
-
-
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """reward/ and rollout/ numbers of a step's samples."""
     samples = [s for g in groups for s in g.samples]
@@ -415,13 +367,6 @@ def scale_at_start(model: Decoder, config: Config) -> None:
     if config.train.invariant_scale != 1.0:
         apply_invariant_scale(model, config.train.invariant_scale)
         model.refresh()
-
-
-def planned_memory(config: Config, checks: Checks, folder: Path) -> MemoryPlan:
-    """What the run will take, from the model's shape alone."""
-    model = read_config(folder)
-    needs = checks.algorithm.needs | checks.correction.needs
-    return plan_memory(model, plan_for(checks.recipe, model), config, frozenset(needs))
 
 
 def build_trainer(model: Decoder, config: Config, checks: Checks, folder: Path) -> Trainer:

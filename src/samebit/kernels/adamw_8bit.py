@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from samebit.kernels.quantize_common import NUMERIC_OPTIONS
-
-if TYPE_CHECKING:
-    from samebit.train.states_8bit import Update
 
 ROWS = 8
 """Blocks of 256 values a program updates."""
@@ -96,9 +93,12 @@ def _update_kernel(
 
 
 def update_8bit(
-    p: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor], u: Update
+    p: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor], u: Any
 ) -> None:
-    """One step on flat FP32 p [n]; codes uint8 [n padded to 256] and scales in `state` are rewritten."""
+    """One step on flat FP32 p [n]; codes uint8 [n padded to 256] and scales in `state` are rewritten.
+
+    u: the step's scalars, train/states_8bit.py's Update.
+    """
     assert p.is_contiguous() and grad.is_contiguous()
     blocks = len(state["exp_avg_scale"])
     _update_kernel[(triton.cdiv(blocks, ROWS),)](

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from samebit.models.config import ModelConfig
+from samebit.models.decoder import Decoder
 from samebit.train.pack import fed_tokens
 from samebit.types import Group
 
@@ -49,3 +52,21 @@ def training_flops(model: ModelConfig, groups: Sequence[Group]) -> float:
     pairs = sum(attention_pairs(g) for g in groups)
     predicted = sum(len(s.ids) for g in groups for s in g.samples)
     return 3.0 * forward_flops(model, rows, pairs, predicted)
+
+
+def training_rates(
+    model: Decoder, groups: Sequence[Group], epochs: int, seconds: float
+) -> dict[str, float]:
+    """perf/ numbers of an update that took `seconds`: tokens and FLOPs a second, MFU, memory's peak."""
+    seconds = max(1e-9, seconds)
+    flops = epochs * training_flops(model.config, groups) / seconds
+    out = {
+        "perf/train_tokens_per_s": epochs * sum(fed_tokens(g) for g in groups) / seconds,
+        "perf/train_tflops_per_s": flops / 1e12,
+    }
+    if model.device.type == "cuda":
+        peak = peak_of(torch.cuda.get_device_name(model.device))
+        if peak is not None:
+            out["perf/mfu"] = flops / peak
+        out["perf/train_memory_gib"] = torch.cuda.max_memory_allocated(model.device) / (1 << 30)
+    return out

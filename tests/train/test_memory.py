@@ -1,0 +1,145 @@
+"""The memory plan against what the operators keep and what the tensors weigh."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from samebit.config import Config, RLSection, RolloutConfig, TaskSection, TrainConfig
+from samebit.layout import PackedLayout, Segment
+from samebit.models.config import ModelConfig
+from samebit.models.decoder import Decoder
+from samebit.models.load import plan_for
+from samebit.quant.plan import load_recipe
+from samebit.train.memory import LEVELS, activation_bytes, parameter_count, plan_memory
+from samebit.train.optim import build_optimizer
+
+TOKENS = 48
+MODEL = ModelConfig(
+    family="llama", hidden=256, intermediate=384, layers=1, heads=4, kv_heads=2, head_dim=64,
+    vocab_size=300, tokenizer_size=280, rope_theta=1e4, rms_eps=1e-6, tied=True, max_position=128,
+)  # fmt: skip
+QWEN3 = replace(MODEL, family="qwen3", qk_norm=True, tied=False)
+
+
+def settings(**train) -> Config:
+    return Config(
+        model="none",
+        task=TaskSection(name="none"),
+        rollout=RolloutConfig(max_tokens=8),
+        rl=RLSection(group_size=2),
+        train=TrainConfig(**train),
+    )
+
+
+def random_model(config: ModelConfig, recipe: str) -> Decoder:
+    model = Decoder(config, plan_for(load_recipe(recipe), config))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.1)
+    model.refresh()
+    return model
+
+
+def kept_bytes(config: ModelConfig, recipe: str, level: str) -> int:
+    """Bytes that a forward leaves for its backward; tensors once, what the model holds not at all.
+
+    A view counts as itself: the reference's V is one of the projection, the kernels write a V.
+    """
+    model = random_model(config, recipe)
+    model.recompute = level  # type: ignore[assignment]
+    own = {t.data_ptr() for t in (*model.parameters(), *model.buffers())}
+    found: dict[int, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        if x.data_ptr() not in own:
+            found[x.data_ptr()] = x.nbytes
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = model(torch.arange(TOKENS), PackedLayout((Segment(0, TOKENS),)), "train")
+    total = sum(found.values())
+    del out
+    return total
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("recipe", ["bf16", "bf16-fast", "fp8", "fp8-kv", "fp8-row", "int8"])
+@pytest.mark.parametrize("config", [MODEL, QWEN3], ids=["llama", "qwen3"])
+def test_a_block_keeps_what_the_plan_says(config, recipe, level):
+    one, two = (kept_bytes(replace(config, layers=n), recipe, level) for n in (1, 2))
+    planned = activation_bytes(config, plan_for(load_recipe(recipe), config), level)
+    # the reference also keeps each norm's FP32 rstd
+    assert (two - one) / TOKENS == planned + 2 * 4, (two - one) / TOKENS - planned
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "int8", "fp8-rollout"])
+def test_weights_gradients_and_moments_are_exact(recipe):
+    model = random_model(QWEN3, recipe)
+    count = parameter_count(QWEN3, model.plan)
+    assert count == sum(p.numel() for p in model.parameters())
+    for states in ("fp32", "8bit", "host"):
+        plan = plan_memory(QWEN3, model.plan, settings(optimizer_states=states))
+        sizes = {p.name: p.size for p in plan.parts}
+        assert sizes["FP32 masters"] == sizes["FP32 gradients"] == 4 * count
+        held = {id(w): w for _, m in model.linears() for w in m.weights.values()}
+        weights = [*held.values(), model.head_weight]
+        tensors = [t for w in weights for t in (w.codes, w.scale) if t is not None]
+        assert sizes[f"weights ({recipe})"] == sum(t.nbytes for t in tensors)
+        optimizer = build_optimizer(
+            dict(model.named_parameters()), TrainConfig(optimizer_states=states)
+        )
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        moments = sum(t.nbytes for s in optimizer.state.values() for t in s.values())
+        planned = sum(p.size for p in plan.parts if p.name.startswith("moments ("))
+        if states == "host":
+            assert planned == 8 * count  # less than two slices
+            planned = sizes["moments"]
+        # parameters of fewer than 4096 values keep FP32 moments, and torch counts steps
+        assert planned == pytest.approx(moments, rel=0.03)
+
+
+def test_the_largest_lever_is_named():
+    plan = plan_for(load_recipe("fp8"), QWEN3)
+    few = plan_memory(QWEN3, plan, settings(micro_batch_tokens=64))
+    assert few.largest_lever.lever == 'train.optimizer_states = "8bit"'
+    assert 'train.optimizer_states = "8bit"' in few.advice("train")
+    assert "rollout.max_batch" in few.advice("rollout")
+    many = plan_memory(QWEN3, plan, settings(micro_batch_tokens=65536, optimizer_states="host"))
+    assert many.largest_lever.lever == "train.micro_batch_tokens = 32768"
+    saved = plan_memory(QWEN3, plan, settings(micro_batch_tokens=32768, optimizer_states="host"))
+    kept = {p.name.split(",")[0]: p.size for p in saved.parts}
+    assert many.total - saved.total >= many.largest_lever.saves > 0.9 * kept["kept for backward"]
+    assert "more than the" in many.describe(1000) and "are left" in many.describe(1 << 40)
+
+
+def test_a_group_larger_than_the_budget_counts_whole():
+    plan = plan_for(load_recipe("bf16"), MODEL)
+    config = settings(micro_batch_tokens=10)
+    config = replace(config, rollout=RolloutConfig(max_tokens=500))
+    assert any("1,000 tokens" in p.name for p in plan_memory(MODEL, plan, config).parts)
+
+
+def test_the_reference_is_planned_as_the_weights_it_keeps():
+    from samebit.models.load import freeze
+
+    plan = plan_for(load_recipe("fp8"), QWEN3)
+    parts = plan_memory(QWEN3, plan, settings(), frozenset({"reference"})).parts
+    planned = next(p.size for p in parts if p.name.startswith("reference"))
+    model = random_model(QWEN3, "fp8")
+    ids, layout = torch.arange(TOKENS), PackedLayout((Segment(0, TOKENS),))
+    with torch.no_grad():
+        before = model(ids, layout, "train")
+        freeze(model)
+        assert torch.equal(model(ids, layout, "train"), before)
+    held = {id(w): w for _, m in model.linears() for w in m.weights.values()}
+    tensors = {t.data_ptr(): t for t in model.parameters() if t.numel()}
+    for w in (*held.values(), model.head_weight):
+        tensors |= {t.data_ptr(): t for t in (w.codes, w.scale) if t is not None}
+    assert sum(t.nbytes for t in tensors.values()) == pytest.approx(planned, rel=0.01)
+    assert not any(p.requires_grad for p in model.parameters())
