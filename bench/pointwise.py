@@ -204,6 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--small", action="store_true", help="the first shape only")
+    parser.add_argument("--commit", default="", help="written to the record")
     options = parser.parse_args()
     rate = copy_rate()
     print(f"copy {rate / 1e12:.2f} TB/s on {torch.cuda.get_device_name()}")
@@ -220,7 +221,7 @@ def main() -> None:
     if options.out:
         about = {
             "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-            "triton": triton.__version__,
+            "triton": triton.__version__, "commit": options.commit,
         }  # fmt: skip
         options.out.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"about": about, "rows": records}, indent=1)

@@ -24,6 +24,7 @@ from samebit.kernels.quantize_common import (
     padded,
     round_to_bf16,
     tree_sum,
+    widened,
 )
 from samebit.kernels.quantize_row import row_codes
 
@@ -31,6 +32,7 @@ NO_CODES = tl.constexpr(0)
 BLOCK_E4M3 = tl.constexpr(1)
 ROW_E4M3 = tl.constexpr(2)
 ROW_INT8 = tl.constexpr(3)
+REGISTERS = None
 
 
 @dataclass(frozen=True)
@@ -96,20 +98,21 @@ def _rms_norm_kernel(
     g = tl.arange(0, GROUPS)
     k = g[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = k < K
-    x = tl.load(x_ptr + t * x_stride + k, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + t * x_stride + k, mask=inside, other=0.0)
     if ADD:
         residual = tl.load(residual_ptr + t * residual_stride + k, mask=inside, other=0.0)
-        total = round_to_bf16(x + residual.to(tl.float32))
-        tl.store(sum_ptr + t * K + k, total, mask=inside)
-        x = total.to(tl.float32)
+        x = round_to_bf16(x.to(tl.float32) + residual.to(tl.float32))
+        tl.store(sum_ptr + t * K + k, x, mask=inside)
+    rstd = row_rstd(widened(x), K, eps, GROUPS, BLOCK)
     weight = tl.load(weight_ptr + k, mask=inside, other=0.0).to(tl.float32)
-    y = round_to_bf16((x * row_rstd(x, K, eps, GROUPS, BLOCK)) * weight)
+    y = round_to_bf16((widened(x) * rstd) * weight)
     if STORE:
         tl.store(y_ptr + t * K + k, y, mask=inside)
     if CODES != NO_CODES:
         # Without the mask a NaN rstd would leak into the zero padding.
-        y = tl.where(inside, y.to(tl.float32), 0.0)
-        bits = tl.max(magnitude_bits(y), axis=1, keep_dims=True)
+        y = tl.where(inside, y, 0.0)
+        bits = tl.max(magnitude_bits(widened(y)), axis=1, keep_dims=True)
+        y = widened(y)
         if CODES == BLOCK_E4M3:
             codes, scale = block_codes(y, bits, True)
             address = scale_ptr + t * scale_stride_t + g * scale_stride_g
@@ -189,6 +192,7 @@ def _launch(
         GROUPS=tile.groups,
         BLOCK=BLOCK,
         num_warps=tile.num_warps,
+        maxnreg=REGISTERS,
         **NUMERIC_OPTIONS,
     )
     return result

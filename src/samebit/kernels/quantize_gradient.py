@@ -2,8 +2,11 @@
 
 A token group is at most 128 consecutive rows; a table int32 [groups, 2] holds (first row, rows).
 Groups start at each segment's first token and never span two segments. The transposed codes are
-[features, 128 * groups], each group padded with zero codes to 128 columns. A word of them is four tokens of one feature: tiles are read as
-four tensors of every fourth token, so that packing happens in registers and the transpose moves words.
+[features, 128 * groups], each group padded with zero codes to 128 columns.
+
+The plain kernel (rows of dy that the copy engine cannot address, and Triton's interpreter) reads a tile
+as four tensors of every fourth token: four codes of a feature are then packed into a word in registers,
+and the transpose moves words.
 """
 
 from __future__ import annotations
@@ -13,9 +16,12 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from samebit.formats import BLOCK
 from samebit.kernels import _gradient_hopper
+from samebit.kernels._gemm_fast import tma_ready
 from samebit.kernels._gradient_hopper import quantize_gradient_kernel
 from samebit.kernels.quantize_common import (
     E4M3_LARGEST,
@@ -161,18 +167,26 @@ def quantize_gradient(
     transposed_scale = torch.empty((groups, N), dtype=torch.float32, device=device)
     if groups:
         strides = (
-            dy_TN.stride(0), codes.stride(0), scale.stride(0), scale.stride(1),
+            codes.stride(0), scale.stride(0), scale.stride(1),
             transposed.stride(0), transposed_scale.stride(0),
         )  # fmt: skip
-        if NATIVE.value:
-            quantize_gradient_kernel[(Np // BLOCK, groups)](
-                dy_TN, token_groups, codes, scale, transposed, transposed_scale, *strides, N,
-                BLOCK=BLOCK, num_warps=_gradient_hopper.WARPS, maxnreg=_gradient_hopper.REGISTERS,
+        blocks = Np // BLOCK
+        if NATIVE.value and tma_ready(dy_TN):
+            layout = NVMMASharedLayout(128, 16, 2)
+            description = TensorDescriptor(
+                dy_TN, list(dy_TN.shape), list(dy_TN.stride()), [BLOCK, BLOCK], layout
+            )
+            tiles = blocks * groups
+            quantize_gradient_kernel[(min(tiles, _gradient_hopper.PROGRAMS),)](
+                description, token_groups, codes, scale, transposed, transposed_scale, *strides,
+                N, blocks, tiles, BLOCK=BLOCK, STAGES=_gradient_hopper.STAGES,
+                num_warps=_gradient_hopper.WARPS, maxnreg=_gradient_hopper.REGISTERS,
                 **NUMERIC_OPTIONS,
             )  # fmt: skip
         else:
-            _quantize_gradient_kernel[(Np // BLOCK, groups)](
+            _quantize_gradient_kernel[(blocks, groups)](
                 dy_TN, token_groups, codes.view(torch.uint8), scale, transposed.view(torch.uint8),
-                transposed_scale, *strides, N, QUADS=QUADS, BLOCK=BLOCK, **NUMERIC_OPTIONS,
+                transposed_scale, dy_TN.stride(0), *strides, N, QUADS=QUADS, BLOCK=BLOCK,
+                num_warps=8, **NUMERIC_OPTIONS,
             )  # fmt: skip
     return codes, scale, transposed, transposed_scale
