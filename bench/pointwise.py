@@ -208,24 +208,26 @@ def main() -> None:
     options = parser.parse_args()
     rate = copy_rate()
     print(f"copy {rate / 1e12:.2f} TB/s on {torch.cuda.get_device_name()}")
+    about = {
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "triton": triton.__version__, "commit": options.commit,
+    }  # fmt: skip
     records = []
     for shape, cases in all_cases(options.small):
         for name, (calls, size) in cases.items():
             time = graph_microseconds(calls)
             share = size / (time * 1e-6) / rate
-            print(f"{name:28s} {shape:28s} {time:9.2f} us {100 * share:5.1f} % of copy")
+            print(
+                f"{name:28s} {shape:28s} {time:9.2f} us {100 * share:5.1f} % of copy", flush=True
+            )
             records.append(
                 {"operator": name, "shape": shape, "microseconds": time, "bytes": size,
                  "share_of_copy_rate": share, "copy_bytes_per_second": rate}
             )  # fmt: skip
-    if options.out:
-        about = {
-            "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-            "triton": triton.__version__, "commit": options.commit,
-        }  # fmt: skip
-        options.out.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"about": about, "rows": records}, indent=1)
-        (options.out / "pointwise.json").write_text(text + "\n")
+        if options.out:
+            options.out.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({"about": about, "rows": records}, indent=1)
+            (options.out / "pointwise.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":
