@@ -217,9 +217,7 @@ def main() -> None:
         for name, (calls, size) in cases.items():
             time = graph_microseconds(calls)
             share = size / (time * 1e-6) / rate
-            print(
-                f"{name:28s} {shape:28s} {time:9.2f} us {100 * share:5.1f} % of copy", flush=True
-            )
+            print(f"{name:28s} {shape:28s} {time:9.2f} us {100 * share:5.1f} % of copy", flush=True)
             records.append(
                 {"operator": name, "shape": shape, "microseconds": time, "bytes": size,
                  "share_of_copy_rate": share, "copy_bytes_per_second": rate}

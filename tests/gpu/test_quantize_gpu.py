@@ -8,7 +8,6 @@ if not torch.cuda.is_available():
 import triton
 import triton.language as tl
 
-from samebit.kernels import quantize_gradient
 from samebit.kernels.quantize_common import (
     E4M3_LARGEST,
     INT8_LARGEST,
@@ -22,6 +21,7 @@ from samebit.kernels.quantize_common import (
     round_to_bf16,
     scale_from_bits,
 )
+from samebit.kernels.quantize_gradient import quantize_gradient, token_group_table
 from tests.kernels.pointwise_oracle import same_bits
 
 pytestmark = pytest.mark.gpu
@@ -29,16 +29,15 @@ SIZE = 1 << 27
 
 
 @pytest.mark.parametrize("N", [4096, 576])
-def test_gradient_over_many_tiles_equals_the_plain_kernel(monkeypatch, N):
+def test_gradient_of_many_segments_equals_the_plain_kernel(N):
     lengths = [130, 3, 128, 700, 1, 5, 4000, 127, 2048]
-    table = quantize_gradient.token_group_table(lengths, "cuda")
+    table = token_group_table(lengths, "cuda")
     generator = torch.Generator(device="cuda").manual_seed(0)
     dy = torch.randn(sum(lengths), N, generator=generator, device="cuda").bfloat16()
     dy[::17] *= 2.0**-20
     dy[134, 5], dy[2000, 300] = float("nan"), float("inf")
-    got = quantize_gradient.quantize_gradient(dy, table)
-    monkeypatch.setattr(quantize_gradient, "tma_ready", lambda _: False)
-    for mine, plain in zip(got, quantize_gradient.quantize_gradient(dy, table), strict=True):
+    got = quantize_gradient(dy, table)
+    for mine, plain in zip(got, quantize_gradient(dy, table, plain=True), strict=True):
         assert same_bits(mine, plain)
 
 

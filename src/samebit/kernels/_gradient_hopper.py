@@ -1,11 +1,10 @@
 """Both layouts of a BF16 output gradient from one read, in Gluon: rows from registers, columns after
-a turn through shared memory in which a thread receives 32 tokens of two features. It therefore stores
-runs of codes along tokens and inverts two scales. The same bytes as quantize_gradient's plain kernel.
+a turn through shared memory in which a thread receives 32 tokens of two features and so inverts two
+scales; its codes turn once more, to be stored in whole lines. The same bytes as the plain kernel's.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from samebit.kernels.quantize_common import (
     FLOOR_BITS,
@@ -16,11 +15,10 @@ from samebit.kernels.quantize_common import (
 WARPS = 8
 REGISTERS = 80
 """Per thread, so that three programs fit on a multiprocessor."""
-STAGES = 2
-PROGRAMS = 396
-"""Three on each of an H200's multiprocessors."""
 ROW_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0]))
 COLUMN_LAYOUT = gl.constexpr(gl.BlockedLayout([32, 2], [1, 32], [4, 2], [0, 1]))
+STORE_LAYOUT = gl.constexpr(gl.BlockedLayout([16, 1], [8, 4], [1, 8], [0, 1]))
+SHARED_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, order=[1, 0]))
 
 
 @gluon.jit
@@ -60,90 +58,54 @@ def _quotient(x, scale):
 
 
 @gluon.jit
-def _fetch(x_desc, groups_ptr, tile, blocks, full, tiles_shared, slot):
-    """Start the copy of a tile into a slot; its token group's (first row, rows)."""
-    group = tile // blocks
-    first = gl.load(groups_ptr + 2 * group)
-    count = gl.load(groups_ptr + 2 * group + 1)
-    bar = full.index(slot)
-    mbarrier.expect(bar, x_desc.block_type.nbytes)
-    column = (tile % blocks) * x_desc.block_type.shape[1]
-    tma.async_copy_global_to_shared(x_desc, [first, column], bar, tiles_shared.index(slot))
-    return first, count
-
-
-@gluon.jit
 def quantize_gradient_kernel(
-    x_desc,
+    x_ptr,
     groups_ptr,
     codes_ptr,
     scale_ptr,
     transposed_ptr,
     transposed_scale_ptr,
+    x_stride,
     codes_stride,
     scale_stride_t,
     scale_stride_g,
     transposed_stride,
     transposed_scale_stride,
     N,
-    blocks,
-    tiles,
     BLOCK: gl.constexpr,
-    STAGES: gl.constexpr,
 ):
-    """A persistent program walks over tiles of 128 tokens x 128 features with the next on its way."""
-    shared = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK, BLOCK], x_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+    block_n = gl.program_id(0)
+    group = gl.program_id(1)
+    first = gl.load(groups_ptr + 2 * group)
+    count = gl.load(groups_ptr + 2 * group + 1)
+    row = gl.arange(0, BLOCK, gl.SliceLayout(1, ROW_LAYOUT))
+    n = block_n * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, ROW_LAYOUT))
+    rows = row < count
+    t = (first + row).to(gl.int64)
+    inside = rows[:, None] & (n < N)[None, :]
+    x = gl.load(x_ptr + t[:, None] * x_stride + n[None, :], mask=inside, other=0.0)
+    shared = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, BLOCK], SHARED_LAYOUT, x)
+
+    scale = _scale(gl.max(_magnitude(x), axis=1))
+    codes = _quotient(x, scale[:, None]).to(gl.float8e4nv)
+    gl.store(codes_ptr + t[:, None] * codes_stride + n[None, :], codes, mask=rows[:, None])
+    gl.store(scale_ptr + t * scale_stride_t + block_n * scale_stride_g, scale, mask=rows)
+
     gl.thread_barrier()
-    step = gl.num_programs(0)
-    tile = gl.program_id(0)
-    first, count = _fetch(x_desc, groups_ptr, tile, blocks, full, shared, 0)
-    phase = gl.to_tensor(0)
-    slot = gl.to_tensor(0)
-    while tile < tiles:
-        following = tile + step
-        other = gl.where(slot == STAGES - 1, 0, slot + 1)
-        next_first, next_count = first, count
-        if following < tiles:
-            # Everyone has read what the slot held: the barrier at the end of the last step.
-            next_first, next_count = _fetch(
-                x_desc, groups_ptr, following, blocks, full, shared, other
-            )
-        mbarrier.wait(full.index(slot), phase)
-        buffer = shared.index(slot)
-        group = tile // blocks
-        block_n = tile % blocks
-
-        x = buffer.load(ROW_LAYOUT)
-        row = gl.arange(0, BLOCK, gl.SliceLayout(1, ROW_LAYOUT))
-        n = block_n * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, ROW_LAYOUT))
-        rows = row < count
-        t = (first + row).to(gl.int64)
-        scale = _scale(gl.max(_magnitude(x), axis=1))
-        codes = _quotient(x, scale[:, None]).to(gl.float8e4nv)
-        gl.store(codes_ptr + t[:, None] * codes_stride + n[None, :], codes, mask=rows[:, None])
-        gl.store(scale_ptr + t * scale_stride_t + block_n * scale_stride_g, scale, mask=rows)
-
-        y = buffer.load(COLUMN_LAYOUT)
-        row = gl.arange(0, BLOCK, gl.SliceLayout(1, COLUMN_LAYOUT))
-        n = block_n * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, COLUMN_LAYOUT))
-        if count < BLOCK:
-            # The copy brought rows of the next segment.
-            y = gl.where((row < count)[:, None], y, gl.zeros_like(y))
-        scale = _scale(gl.max(_magnitude(y), axis=0))
-        target = transposed_scale_ptr + group.to(gl.int64) * transposed_scale_stride
-        gl.store(target + n, scale, mask=n < N)
-        q = _quotient(y, scale[None, :])
-        if count < BLOCK:
-            # A NaN scale would turn the zero padding into NaN codes.
-            q = gl.where((row < count)[:, None], q, gl.zeros_like(q))
-        target = transposed_ptr + group.to(gl.int64) * BLOCK
-        target += n.to(gl.int64)[None, :] * transposed_stride
-        gl.store(target + row[:, None], q.to(gl.float8e4nv))
-        gl.thread_barrier()
-        first, count = next_first, next_count
-        phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
-        slot = other
-        tile = following
+    y = shared.load(COLUMN_LAYOUT)
+    n = block_n * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, COLUMN_LAYOUT))
+    scale = _scale(gl.max(_magnitude(y), axis=0))
+    target = transposed_scale_ptr + group.to(gl.int64) * transposed_scale_stride
+    gl.store(target + n, scale, mask=n < N)
+    q = _quotient(y, scale[None, :])
+    row = gl.arange(0, BLOCK, gl.SliceLayout(1, COLUMN_LAYOUT))
+    if count < BLOCK:
+        # A NaN scale would turn the zero padding into NaN codes.
+        q = gl.where((row < count)[:, None], q, gl.zeros_like(q))
+    codes = gl.convert_layout(q.to(gl.float8e4nv), STORE_LAYOUT)
+    row = gl.arange(0, BLOCK, gl.SliceLayout(1, STORE_LAYOUT))
+    n = block_n * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, STORE_LAYOUT))
+    target = (
+        transposed_ptr + group.to(gl.int64) * BLOCK + n.to(gl.int64)[None, :] * transposed_stride
+    )
+    gl.store(target + row[:, None], codes)

@@ -91,13 +91,16 @@ def _rms_norm_kernel(
     ADD: tl.constexpr,
     STORE: tl.constexpr,
     CODES: tl.constexpr,
+    WHOLE: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64)
     g = tl.arange(0, GROUPS)
     k = g[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = k < K
+    # A constant where the tile has no padding: then no load is masked and nothing is selected.
+    inside = (k < K) | WHOLE
+    padding = (k < K_PADDED) | WHOLE
     x = tl.load(x_ptr + t * x_stride + k, mask=inside, other=0.0)
     if ADD:
         residual = tl.load(residual_ptr + t * residual_stride + k, mask=inside, other=0.0)
@@ -110,7 +113,8 @@ def _rms_norm_kernel(
         tl.store(y_ptr + t * K + k, y, mask=inside)
     if CODES != NO_CODES:
         # Without the mask a NaN rstd would leak into the zero padding.
-        y = tl.where(inside, y, 0.0)
+        if not WHOLE:
+            y = tl.where(inside, y, 0.0)
         bits = tl.max(magnitude_bits(widened(y)), axis=1, keep_dims=True)
         y = widened(y)
         if CODES == BLOCK_E4M3:
@@ -121,7 +125,7 @@ def _rms_norm_kernel(
             bits = tl.max(bits, axis=0, keep_dims=True)
             codes, scale = row_codes(y, bits, CODES == ROW_INT8, True)
             tl.store(scale_ptr + t * scale_stride_t + tl.arange(0, 1), tl.reshape(scale, (1,)))
-        tl.store(codes_ptr + t * codes_stride + k, codes, mask=k < K_PADDED)
+        tl.store(codes_ptr + t * codes_stride + k, codes, mask=padding)
 
 
 @dataclass(frozen=True)
@@ -189,6 +193,7 @@ def _launch(
         ADD=residual_TK is not None,
         STORE=store,
         CODES=mode,
+        WHOLE=tile.groups * BLOCK == K,
         GROUPS=tile.groups,
         BLOCK=BLOCK,
         num_warps=tile.num_warps,
