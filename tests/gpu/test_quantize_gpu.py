@@ -21,9 +21,24 @@ from samebit.kernels.quantize_common import (
     round_to_bf16,
     scale_from_bits,
 )
+from samebit.kernels.quantize_gradient import quantize_gradient, token_group_table
+from tests.kernels.pointwise_oracle import same_bits
 
 pytestmark = pytest.mark.gpu
 SIZE = 1 << 27
+
+
+@pytest.mark.parametrize("N", [4096, 576])
+def test_gradient_of_many_segments_equals_the_plain_kernel(N):
+    lengths = [130, 3, 128, 700, 1, 5, 4000, 127, 2048]
+    table = token_group_table(lengths, "cuda")
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    dy = torch.randn(sum(lengths), N, generator=generator, device="cuda").bfloat16()
+    dy[::17] *= 2.0**-20
+    dy[134, 5], dy[2000, 300] = float("nan"), float("inf")
+    got = quantize_gradient(dy, table)
+    for mine, plain in zip(got, quantize_gradient(dy, table, plain=True), strict=True):
+        assert same_bits(mine, plain)
 
 
 @triton.jit

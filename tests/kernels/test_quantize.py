@@ -73,9 +73,10 @@ def test_token_groups_start_at_segments():
     assert table.tolist() == [[0, 128], [128, 2], [130, 5], [135, 128]]
 
 
-def test_gradient_both_layouts():
-    lengths = [130, 3, 20]
-    dy = awkward(153, 200)
+@pytest.mark.parametrize("N", [200, 201])
+@pytest.mark.parametrize("lengths", [[130, 3, 20], [128, 25], [153]])
+def test_gradient_both_layouts(lengths, N):
+    dy = awkward(153, N)
     table = token_group_table(lengths, DEVICE)
     codes, scale, transposed, transposed_scale = quantize_gradient(dy, table)
     assert equal(codes, scale, blocks(dy))

@@ -1,6 +1,6 @@
 """Both layouts of a BF16 output gradient from one read, in Gluon: rows from registers, columns after
-a turn through shared memory in which a thread receives 32 tokens of two features. It therefore stores
-runs of codes along tokens and inverts two scales. The same bytes as quantize_gradient's plain kernel.
+a turn through shared memory in which a thread receives 32 tokens of two features and so inverts two
+scales; its codes turn once more, to be stored in whole lines. The same bytes as the plain kernel's.
 """
 
 from triton.experimental import gluon
@@ -17,6 +17,7 @@ REGISTERS = 80
 """Per thread, so that three programs fit on a multiprocessor."""
 ROW_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0]))
 COLUMN_LAYOUT = gl.constexpr(gl.BlockedLayout([32, 2], [1, 32], [4, 2], [0, 1]))
+STORE_LAYOUT = gl.constexpr(gl.BlockedLayout([16, 1], [8, 4], [1, 8], [0, 1]))
 SHARED_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, order=[1, 0]))
 
 
@@ -101,7 +102,10 @@ def quantize_gradient_kernel(
     if count < BLOCK:
         # A NaN scale would turn the zero padding into NaN codes.
         q = gl.where((row < count)[:, None], q, gl.zeros_like(q))
+    codes = gl.convert_layout(q.to(gl.float8e4nv), STORE_LAYOUT)
+    row = gl.arange(0, BLOCK, gl.SliceLayout(1, STORE_LAYOUT))
+    n = block_n * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, STORE_LAYOUT))
     target = (
         transposed_ptr + group.to(gl.int64) * BLOCK + n.to(gl.int64)[None, :] * transposed_stride
     )
-    gl.store(target + row[:, None], q.to(gl.float8e4nv))
+    gl.store(target + row[:, None], codes)

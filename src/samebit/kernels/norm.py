@@ -24,6 +24,7 @@ from samebit.kernels.quantize_common import (
     padded,
     round_to_bf16,
     tree_sum,
+    widened,
 )
 from samebit.kernels.quantize_row import row_codes
 
@@ -31,6 +32,7 @@ NO_CODES = tl.constexpr(0)
 BLOCK_E4M3 = tl.constexpr(1)
 ROW_E4M3 = tl.constexpr(2)
 ROW_INT8 = tl.constexpr(3)
+REGISTERS = None
 
 
 @dataclass(frozen=True)
@@ -89,27 +91,32 @@ def _rms_norm_kernel(
     ADD: tl.constexpr,
     STORE: tl.constexpr,
     CODES: tl.constexpr,
+    WHOLE: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64)
     g = tl.arange(0, GROUPS)
     k = g[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = k < K
-    x = tl.load(x_ptr + t * x_stride + k, mask=inside, other=0.0).to(tl.float32)
+    # A constant where the tile has no padding: then no load is masked and nothing is selected.
+    inside = (k < K) | WHOLE
+    padding = (k < K_PADDED) | WHOLE
+    x = tl.load(x_ptr + t * x_stride + k, mask=inside, other=0.0)
     if ADD:
         residual = tl.load(residual_ptr + t * residual_stride + k, mask=inside, other=0.0)
-        total = round_to_bf16(x + residual.to(tl.float32))
-        tl.store(sum_ptr + t * K + k, total, mask=inside)
-        x = total.to(tl.float32)
+        x = round_to_bf16(x.to(tl.float32) + residual.to(tl.float32))
+        tl.store(sum_ptr + t * K + k, x, mask=inside)
+    rstd = row_rstd(widened(x), K, eps, GROUPS, BLOCK)
     weight = tl.load(weight_ptr + k, mask=inside, other=0.0).to(tl.float32)
-    y = round_to_bf16((x * row_rstd(x, K, eps, GROUPS, BLOCK)) * weight)
+    y = round_to_bf16((widened(x) * rstd) * weight)
     if STORE:
         tl.store(y_ptr + t * K + k, y, mask=inside)
     if CODES != NO_CODES:
         # Without the mask a NaN rstd would leak into the zero padding.
-        y = tl.where(inside, y.to(tl.float32), 0.0)
-        bits = tl.max(magnitude_bits(y), axis=1, keep_dims=True)
+        if not WHOLE:
+            y = tl.where(inside, y, 0.0)
+        bits = tl.max(magnitude_bits(widened(y)), axis=1, keep_dims=True)
+        y = widened(y)
         if CODES == BLOCK_E4M3:
             codes, scale = block_codes(y, bits, True)
             address = scale_ptr + t * scale_stride_t + g * scale_stride_g
@@ -118,7 +125,7 @@ def _rms_norm_kernel(
             bits = tl.max(bits, axis=0, keep_dims=True)
             codes, scale = row_codes(y, bits, CODES == ROW_INT8, True)
             tl.store(scale_ptr + t * scale_stride_t + tl.arange(0, 1), tl.reshape(scale, (1,)))
-        tl.store(codes_ptr + t * codes_stride + k, codes, mask=k < K_PADDED)
+        tl.store(codes_ptr + t * codes_stride + k, codes, mask=padding)
 
 
 @dataclass(frozen=True)
@@ -186,9 +193,11 @@ def _launch(
         ADD=residual_TK is not None,
         STORE=store,
         CODES=mode,
+        WHOLE=tile.groups * BLOCK == K,
         GROUPS=tile.groups,
         BLOCK=BLOCK,
         num_warps=tile.num_warps,
+        maxnreg=REGISTERS,
         **NUMERIC_OPTIONS,
     )
     return result

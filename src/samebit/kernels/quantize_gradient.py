@@ -2,9 +2,10 @@
 
 A token group is at most 128 consecutive rows; a table int32 [groups, 2] holds (first row, rows).
 Groups start at each segment's first token and never span two segments. The transposed codes are
-[features, 128 * groups], each group padded with zero codes to 128 columns. A word of them is four
-tokens of one feature: tiles are read as four tensors of every fourth token, so that packing happens
-in registers and the transpose moves words.
+[features, 128 * groups], each group padded with zero codes to 128 columns.
+
+The plain kernel reads a tile as four tensors of every fourth token: four codes of a feature are then
+packed into a word in registers, and the transpose moves words.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ import triton
 import triton.language as tl
 
 from samebit.formats import BLOCK
-from samebit.kernels import _gradient_hopper
-from samebit.kernels._gradient_hopper import quantize_gradient_kernel
+from samebit.kernels._gradient_hopper import REGISTERS, WARPS, quantize_gradient_kernel
 from samebit.kernels.quantize_common import (
     E4M3_LARGEST,
     NATIVE,
@@ -145,13 +145,14 @@ def _quantize_gradient_kernel(
 
 
 def quantize_gradient(
-    dy_TN: torch.Tensor, token_groups: torch.Tensor
+    dy_TN: torch.Tensor, token_groups: torch.Tensor, *, plain: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Both operands of the backward GEMMs from one read of BF16 dy [T, N].
 
     `token_groups`: int32 [groups, 2] on the device, covering every row once. Returns
     - codes e4m3 [T, ceil128(N)] and scales FP32 [T, ceil(N/128)] (group-major storage), along N;
     - transposed codes e4m3 [ceil128(N), 128*groups] and scales FP32 [groups, N], along tokens.
+    plain: the Triton kernel, which Triton's interpreter can run; the same bytes.
     """
     T, N = dy_TN.shape
     assert dy_TN.stride(1) == 1 and token_groups.dtype == torch.int32
@@ -165,15 +166,15 @@ def quantize_gradient(
             dy_TN.stride(0), codes.stride(0), scale.stride(0), scale.stride(1),
             transposed.stride(0), transposed_scale.stride(0),
         )  # fmt: skip
-        if NATIVE.value:
+        if NATIVE.value and not plain:
             quantize_gradient_kernel[(Np // BLOCK, groups)](
                 dy_TN, token_groups, codes, scale, transposed, transposed_scale, *strides, N,
-                BLOCK=BLOCK, num_warps=_gradient_hopper.WARPS, maxnreg=_gradient_hopper.REGISTERS,
-                **NUMERIC_OPTIONS,
+                BLOCK=BLOCK, num_warps=WARPS, maxnreg=REGISTERS, **NUMERIC_OPTIONS,
             )  # fmt: skip
         else:
             _quantize_gradient_kernel[(Np // BLOCK, groups)](
                 dy_TN, token_groups, codes.view(torch.uint8), scale, transposed.view(torch.uint8),
-                transposed_scale, *strides, N, QUADS=QUADS, BLOCK=BLOCK, **NUMERIC_OPTIONS,
+                transposed_scale, *strides, N, QUADS=QUADS, BLOCK=BLOCK, num_warps=WARPS,
+                **NUMERIC_OPTIONS,
             )  # fmt: skip
     return codes, scale, transposed, transposed_scale

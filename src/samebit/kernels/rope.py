@@ -20,6 +20,7 @@ from samebit.kernels.quantize_common import (
     magnitude_bits,
     round_to_bf16,
     tree_sum,
+    widened,
 )
 
 WARPS = 4
@@ -50,12 +51,10 @@ def _store_head(lo, hi, out_ptr, scale_ptr, offset, scale_offset, inside, FP8: t
     """Write BF16 halves [heads, D/2], or their codes and one scale per head."""
     half = lo.shape[1]
     if FP8:
-        lo = lo.to(tl.float32)
-        hi = hi.to(tl.float32)
-        bits = tl.maximum(magnitude_bits(lo), magnitude_bits(hi))
+        bits = tl.maximum(magnitude_bits(widened(lo)), magnitude_bits(widened(hi)))
         bits = tl.max(bits, axis=1, keep_dims=True)
-        lo_codes, scale = block_codes(lo, bits, True)
-        hi_codes, _ = block_codes(hi, bits, True)
+        lo_codes, scale = block_codes(widened(lo), bits, True)
+        hi_codes, _ = block_codes(widened(hi), bits, True)
         tl.store(out_ptr + offset, lo_codes, mask=inside)
         tl.store(out_ptr + offset + half, hi_codes, mask=inside)
         tl.store(scale_ptr + scale_offset, scale, mask=inside)
@@ -65,39 +64,42 @@ def _store_head(lo, hi, out_ptr, scale_ptr, offset, scale_offset, inside, FP8: t
 
 
 @triton.jit
+def _load_heads(x_ptr, offset, inside, HALF: tl.constexpr):
+    x1 = tl.load(x_ptr + offset, mask=inside, other=0.0)
+    x2 = tl.load(x_ptr + offset + HALF, mask=inside, other=0.0)
+    return x1, x2
+
+
+@triton.jit
 def _rotate_heads(
     x_ptr,
+    offset,
+    inside,
     weight_ptr,
     cos_ptr,
     sin_ptr,
-    position,
-    heads,
+    angle,
     eps,
     NORM: tl.constexpr,
-    ROTATE: tl.constexpr,
-    HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """BF16 halves [HEADS, D/2] of the heads at `x_ptr`, normed and rotated as asked."""
-    h = tl.arange(0, HEADS)[:, None]
+    """BF16 halves [heads, D/2] of the heads at x_ptr + offset, normed and rotated.
+
+    `angle`: where a head's row of the table starts, [heads, 1] or a scalar.
+    """
     d = tl.arange(0, HALF)[None, :]
-    inside = h < heads
-    x1 = tl.load(x_ptr + h * (2 * HALF) + d, mask=inside, other=0.0)
-    x2 = tl.load(x_ptr + h * (2 * HALF) + HALF + d, mask=inside, other=0.0)
+    x1, x2 = _load_heads(x_ptr, offset, inside, HALF)
     if NORM:
         a1 = x1.to(tl.float32)
         a2 = x2.to(tl.float32)
         rstd = head_rstd(a1, a2, eps, HALF)
         x1 = round_to_bf16((a1 * rstd) * tl.load(weight_ptr + d).to(tl.float32))
         x2 = round_to_bf16((a2 * rstd) * tl.load(weight_ptr + HALF + d).to(tl.float32))
-    if ROTATE:
-        cos = tl.load(cos_ptr + position * HALF + d)
-        sin = tl.load(sin_ptr + position * HALF + d)
-        a1 = x1.to(tl.float32)
-        a2 = x2.to(tl.float32)
-        x1 = round_to_bf16(a1 * cos - a2 * sin)
-        x2 = round_to_bf16(a2 * cos + a1 * sin)
-    return x1, x2
+    cos = tl.load(cos_ptr + angle + d)
+    sin = tl.load(sin_ptr + angle + d)
+    a1 = x1.to(tl.float32)
+    a2 = x2.to(tl.float32)
+    return round_to_bf16(a1 * cos - a2 * sin), round_to_bf16(a2 * cos + a1 * sin)
 
 
 @triton.jit
@@ -107,7 +109,7 @@ def _rope_kernel(
     q_stride, k_stride, v_stride,
     page_size, page_stride, slot_stride, head_stride,
     scale_page_stride, scale_slot_stride, scale_head_stride,
-    eps,
+    T, eps,
     HAS_SLOTS: tl.constexpr,
     NORM: tl.constexpr,
     FP8: tl.constexpr,
@@ -115,41 +117,47 @@ def _rope_kernel(
     G: tl.constexpr,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    t = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    position = tl.load(positions_ptr + t).to(tl.int64)
+    program = tl.program_id(0)
     d = tl.arange(0, HALF)[None, :]
-    if part == 0:
+    if program < T:
+        t = program.to(tl.int64)
         h = tl.arange(0, Q_HEADS)[:, None]
+        angle = tl.load(positions_ptr + t).to(tl.int64) * HALF
         lo, hi = _rotate_heads(
-            q_ptr + t * q_stride, q_weight_ptr, cos_ptr, sin_ptr, position, H, eps,
-            NORM, True, Q_HEADS, HALF,
+            q_ptr + t * q_stride, h * (2 * HALF) + d, h < H, q_weight_ptr, cos_ptr, sin_ptr,
+            angle, eps, NORM, HALF,
         )  # fmt: skip
         offset = (t * H + h) * (2 * HALF) + d
         _store_head(lo, hi, q_out_ptr, q_scale_ptr, offset, t * H + h, h < H, FP8)
     else:
-        slot = t
+        # K and V of a few tokens: as many heads as a token has of Q.
+        pair = tl.arange(0, TOKENS * KV_HEADS)[:, None]
+        kv_t = (program - T).to(tl.int64) * TOKENS + pair // KV_HEADS
+        g = pair % KV_HEADS
+        kv_inside = (g < G) & (kv_t < T)
+        kv_angle = tl.load(positions_ptr + kv_t, mask=kv_t < T, other=0).to(tl.int64) * HALF
+        kv_slot = kv_t
         if HAS_SLOTS:
-            slot = tl.load(slots_ptr + t).to(tl.int64)
-        if slot >= 0:
-            page = slot // page_size
-            row = slot % page_size
-            g = tl.arange(0, KV_HEADS)[:, None]
-            offset = page * page_stride + row * slot_stride + g * head_stride + d
-            scale_offset = page * scale_page_stride + row * scale_slot_stride
-            scale_offset = scale_offset + g * scale_head_stride
-            k_lo, k_hi = _rotate_heads(
-                k_ptr + t * k_stride, k_weight_ptr, cos_ptr, sin_ptr, position, G, eps,
-                NORM, True, KV_HEADS, HALF,
-            )  # fmt: skip
-            v_lo, v_hi = _rotate_heads(
-                v_ptr + t * v_stride, k_weight_ptr, cos_ptr, sin_ptr, position, G, eps,
-                False, False, KV_HEADS, HALF,
-            )  # fmt: skip
-            _store_head(k_lo, k_hi, k_out_ptr, k_scale_ptr, offset, scale_offset, g < G, FP8)
-            _store_head(v_lo, v_hi, v_out_ptr, v_scale_ptr, offset, scale_offset, g < G, FP8)
+            kv_slot = tl.load(slots_ptr + kv_t, mask=kv_t < T, other=-1)
+        written = kv_inside & (kv_slot >= 0)
+        # 32 bits for the division alone: a store has fewer than 2^31 rows.
+        kv_page = (kv_slot.to(tl.int32) // page_size).to(tl.int64)
+        kv_row = kv_slot.to(tl.int64) - kv_page * page_size
+        kv_target = kv_page * page_stride + kv_row * slot_stride + g * head_stride + d
+        scale_target = (
+            kv_page * scale_page_stride + kv_row * scale_slot_stride + g * scale_head_stride
+        )
+        kv_head = g * (2 * HALF) + d
+        k_lo, k_hi = _rotate_heads(
+            k_ptr, kv_t * k_stride + kv_head, kv_inside, k_weight_ptr, cos_ptr, sin_ptr, kv_angle, eps,
+            NORM, HALF,
+        )  # fmt: skip
+        _store_head(k_lo, k_hi, k_out_ptr, k_scale_ptr, kv_target, scale_target, written, FP8)
+        v_lo, v_hi = _load_heads(v_ptr, kv_t * v_stride + kv_head, kv_inside, HALF)
+        _store_head(v_lo, v_hi, v_out_ptr, v_scale_ptr, kv_target, scale_target, written, FP8)
 
 
 @dataclass(frozen=True)
@@ -201,6 +209,7 @@ def qk_norm_rope_store(
     fp8 = store.k.dtype == torch.float8_e4m3fn
     assert store.k.stride() == store.v.stride() and store.k.stride(3) == 1
     assert all(x.stride(1) == 1 for x in (q_TN, k_TN, v_TN)) and D % 2 == 0
+    assert store.k.shape[0] * page_size < 1 << 31
     q_dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
     q = torch.empty((T, num_heads, D), dtype=q_dtype, device=device)
     q_scale = torch.empty((T, num_heads), dtype=torch.float32, device=device) if fp8 else None
@@ -215,21 +224,24 @@ def qk_norm_rope_store(
         scale_strides = k_scale.stride()
     q_weight, k_weight = norm_weights if norm_weights is not None else (cos, cos)
     codes = torch.uint8 if fp8 else torch.bfloat16
-    _rope_kernel[(T, 2)](
+    q_heads, kv_heads = triton.next_power_of_2(num_heads), triton.next_power_of_2(G)
+    tokens = max(1, q_heads // kv_heads)
+    _rope_kernel[(T + triton.cdiv(T, tokens),)](
         q_TN, k_TN, v_TN, q_weight, k_weight, cos, sin, positions_T,
         positions_T if slots_T is None else slots_T,
         q.view(codes), cos if q_scale is None else q_scale,
         store.k.view(codes), cos if k_scale is None else k_scale,
         store.v.view(codes), cos if v_scale is None else v_scale,
         q_TN.stride(0), k_TN.stride(0), v_TN.stride(0),
-        page_size, *store.k.stride()[:3], *scale_strides, eps,
+        page_size, *store.k.stride()[:3], *scale_strides, T, eps,
         HAS_SLOTS=slots_T is not None,
         NORM=norm_weights is not None,
         FP8=fp8,
         H=num_heads,
         G=G,
-        Q_HEADS=triton.next_power_of_2(num_heads),
-        KV_HEADS=triton.next_power_of_2(G),
+        Q_HEADS=q_heads,
+        KV_HEADS=kv_heads,
+        TOKENS=tokens,
         HALF=D // 2,
         num_warps=WARPS,
         **NUMERIC_OPTIONS,
