@@ -77,7 +77,8 @@ def log_prob_backward(
 
     entropy, lse: the forward's. dentropy None: nothing asks for the entropy's gradient.
     """
-    dentropy_T = torch.zeros_like(dlogp_T) if dentropy_T is None else dentropy_T
+    zeros = torch.zeros_like(dlogp_T)
+    entropy_grad_T = zeros if dentropy_T is None else dentropy_T
     inverse = 1.0 if transform.temperature in (0.0, 1.0) else 1.0 / transform.temperature
     weight_VK = _weight_fp32(head)
     dhidden, dweight = [], torch.zeros_like(weight_VK) if into is None else into
@@ -88,7 +89,7 @@ def log_prob_backward(
         p = exp(logp)
         finite = logp.masked_fill(logp.isneginf(), 0.0)
         entropy = -(p * finite).sum(-1, keepdim=True)
-        dlogits = -p * (dlogp_T[rows, None] + dentropy_T[rows, None] * (finite + entropy))
+        dlogits = -p * (dlogp_T[rows, None] + entropy_grad_T[rows, None] * (finite + entropy))
         dlogits.scatter_add_(1, targets_T[rows, None], dlogp_T[rows, None])
         dlogits *= inverse
         dhidden.append((dlogits @ weight_VK).bfloat16())
