@@ -5,12 +5,15 @@ import torch
 
 if not torch.cuda.is_available():
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
+from samebit.kernels import ops
 from samebit.kernels.head import HeadParts, head_log_prob, inverse_temperature
 from samebit.kernels.head_backward import HeadGradient, head_log_prob_backward
 from samebit.kernels.head_restrict import head_cut, scaled_logits
 from samebit.kernels.head_tile import HeadTile, head_tile
 from samebit.kernels.sample import noise_keys, sample
+from samebit.operand import allocate_weight
 from samebit.reference.sampling import Transform, gumbel_noise, stream_key, transform_logits
+from samebit.spec import Precision
 from tests.kernels.pointwise_oracle import BF16, same_bits
 
 pytestmark = pytest.mark.gpu
@@ -85,6 +88,25 @@ def test_backward(one_pass):
     total = torch.ones_like(results[0][1])
     head_log_prob_backward(hidden, weight, target, inverse, lse, gradient, vocab, dweight_VK=total)
     torch.testing.assert_close(total, results[0][1] + 1.0, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_planned_head_is_the_two_pass_one(temperature):
+    T, K, V, vocab = 700, 576, 9000, 8990
+    hidden, weight = problem(T, K, V)
+    head = allocate_weight((V,), K, Precision("bf16"), hidden.device)
+    head.codes.copy_(weight)
+    target, dlogp = torch.randint(0, vocab, (T,), device="cuda"), torch.randn(T, device="cuda")
+    common = (hidden, head, target, vocab, Transform(temperature))
+    logp, entropy, lse = ops.log_prob(*common)
+    expected = ops.log_prob_backward(dlogp, None, *common, entropy, lse)
+    planned = ops.log_prob_planned(*common, logp, dlogp)
+    assert same_bits(planned[0], logp) and same_bits(planned[1], entropy)
+    for got, want in zip(planned[2:], expected, strict=True):
+        assert (got.float() - want.float()).norm() / want.float().norm() < 1e-3
+    total = torch.ones_like(planned[3])
+    assert ops.log_prob_planned(*common, logp, dlogp, total)[3] is total
+    torch.testing.assert_close(total, planned[3] + 1.0, rtol=1e-5, atol=1e-5)
 
 
 def test_sampled_frequencies():

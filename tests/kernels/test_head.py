@@ -9,6 +9,7 @@ import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
 from samebit.kernels.head import HeadParts, head_log_prob, inverse_temperature  # isort: skip
+from samebit.kernels.head import known_normaliser  # isort: skip
 from samebit.kernels.head_backward import HeadGradient, _gradient_chunk  # isort: skip
 from samebit.kernels.head_tile import HeadTile  # isort: skip
 from samebit.kernels.sample import noise_keys, sample  # isort: skip
@@ -30,6 +31,15 @@ def problem(T, K, V, seed=0):
 def exact(hidden, weight, vocab_size, temperature):
     z = hidden.cpu().double() @ weight.cpu().double()[:vocab_size].t() / temperature
     return z, z.log_softmax(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_a_known_log_prob_implies_its_normaliser(temperature):
+    hidden, weight, target = problem(7, 192, 300)
+    inverse = inverse_temperature(temperature, 7, DEVICE)
+    logp, lse, _ = head_log_prob(hidden, weight, target, inverse, 270, tile=NORMAL)
+    found = known_normaliser(hidden, weight, target, inverse, logp)
+    torch.testing.assert_close(found, lse, rtol=1e-6, atol=4e-6)
 
 
 @pytest.mark.parametrize("tile", [NORMAL, SWAPPED], ids=["normal", "swapped"])

@@ -180,3 +180,24 @@ def test_kept_values_come_back_whole():
     first, nothing, again, codes = kept(ctx)
     assert first is plain and nothing is None
     assert again == operand and codes == heads
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_planned_head_gives_the_gradients_of_the_loss_it_was_planned_for(accumulate):
+    model = model_of(replace(TINY, tied=False), "fp8")
+    if accumulate:
+        model.ops = Accumulating()
+    dlogp = torch.linspace(-1, 1, 19)
+    found = []
+    for planned in (False, True):
+        model.zero_grad()
+        hidden = model(ids(), LAYOUT, "train")[:-1]
+        if planned:
+            plan = (found[0][0], dlogp)
+            logp, entropy = model.planned_log_prob(hidden, ids()[1:], Transform(), plan)
+        else:
+            logp, entropy = model.log_prob(hidden, ids()[1:], Transform())
+        (logp * dlogp).sum().backward()
+        grads = [p.grad.clone() for p in model.parameters()]
+        found.append((logp.detach(), entropy.detach(), *grads))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from samebit.kernels.gemm_bf16 import bf16_gemm
-from samebit.kernels.head import head_log_prob, inverse_temperature
+from samebit.kernels.head import HeadParts, head_log_prob, inverse_temperature, known_normaliser
 from samebit.kernels.head_backward import HeadGradient, head_log_prob_backward
 from samebit.kernels.head_restrict import HeadCut, head_cut
 from samebit.kernels.sample import NO_TOKEN, noise_keys
@@ -83,6 +83,34 @@ def log_prob_backward(
         cut=cut,
     )
     return dhidden.bfloat16(), dweight
+
+
+def log_prob_planned(
+    hidden_TK: torch.Tensor,
+    head: QuantizedWeight,
+    targets_T: torch.Tensor,
+    vocabulary: int,
+    transform: Transform,
+    known_T: torch.Tensor,
+    dlogp_T: torch.Tensor,
+    into: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(log-prob, entropy, dhidden BF16, dweight FP32) in one pass over the vocabulary.
+
+    known: the log-probs as the sampler stored them; dlogp: the loss's gradient there. The log-probs
+    returned are this pass's own, with the bits of `log_prob`.
+    """
+    hidden_TK = hidden_TK.contiguous()
+    inverse, cut = _distribution(hidden_TK, head, vocabulary, transform)
+    lse = known_normaliser(hidden_TK, head.codes, targets_T, inverse, known_T)
+    parts = HeadParts.empty(head.codes.shape[0], hidden_TK.shape[0], True, hidden_TK.device)
+    dhidden, dweight = head_log_prob_backward(
+        hidden_TK, head.codes, targets_T, inverse, lse, HeadGradient(dlogp_T.contiguous()),
+        vocabulary, dweight_VK=into, parts=parts, parts_entropy=True, cut=cut,
+    )  # fmt: skip
+    logp, _, entropy = parts.combine(True)
+    assert entropy is not None
+    return logp, entropy, dhidden.bfloat16(), dweight
 
 
 def sample(

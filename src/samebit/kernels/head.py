@@ -119,6 +119,62 @@ def _head_combine_kernel(
         tl.store(entropy_ptr + t, tl.log(total) - mean, mask=t < T)
 
 
+@triton.jit
+def _known_normaliser_kernel(
+    hidden_ptr,
+    weight_ptr,
+    target_ptr,
+    inverse_temperature_ptr,
+    logp_ptr,
+    lse_ptr,
+    K,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    target = tl.load(target_ptr + t).to(tl.int64)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, WIDTH, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        x = tl.load(hidden_ptr + t * K + k, mask=k < K, other=0.0).to(tl.float32)
+        total += x * tl.load(weight_ptr + target * K + k, mask=k < K, other=0.0).to(tl.float32)
+    inverse = tl.load(inverse_temperature_ptr + t)
+    inverse = tl.where(inverse == 0.0, 1.0, inverse)
+    tl.store(lse_ptr + t, tl.sum(total, axis=0) * inverse - tl.load(logp_ptr + t))
+
+
+def known_normaliser(
+    hidden_TK: torch.Tensor,
+    weight_VK: torch.Tensor,
+    target_T: torch.Tensor,
+    inverse_temperature_T: torch.Tensor,
+    logp_T: torch.Tensor,
+) -> torch.Tensor:
+    """FP32 [T]: the log-sum-exp that a known log-prob implies, logit of the target - logp.
+
+    Within a few FP32 roundings of the forward's: good for a gradient, not for a log-prob.
+    """
+    T, K = hidden_TK.shape
+    assert hidden_TK.is_contiguous() and weight_VK.is_contiguous()
+    lse = torch.empty((T,), dtype=torch.float32, device=hidden_TK.device)
+    block = 1024
+    if T:
+        _known_normaliser_kernel[(T,)](
+            hidden_TK,
+            weight_VK,
+            target_T,
+            inverse_temperature_T,
+            logp_T,
+            lse,
+            K,
+            WIDTH=triton.cdiv(K, block) * block,
+            BLOCK=block,
+            num_warps=4,
+            **NUMERIC_OPTIONS,
+        )
+    return lse
+
+
 @dataclass(frozen=True)
 class HeadParts:
     """Per-tile parts [vocab tiles, T] FP32 and the target's logit [T], before they are combined."""

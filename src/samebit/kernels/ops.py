@@ -25,7 +25,13 @@ from samebit.kernels._ops_fused import (
     rms_norm_quantize,
     silu_mul_quantize,
 )
-from samebit.kernels._ops_head import head_logits, log_prob, log_prob_backward, sample
+from samebit.kernels._ops_head import (
+    head_logits,
+    log_prob,
+    log_prob_backward,
+    log_prob_planned,
+    sample,
+)
 from samebit.kernels._ops_linear import (
     bias_grad,
     gemm,
@@ -59,6 +65,7 @@ __all__ = [
     "linear_backward",
     "log_prob",
     "log_prob_backward",
+    "log_prob_planned",
     "prepare_packed",
     "qk_norm_rope",
     "qk_norm_rope_backward",

@@ -107,6 +107,42 @@ class _LogProb(Function):
         return dhidden, deliver(ops, master, dweight), None, None, None, None, None
 
 
+class _PlannedLogProb(Function):
+    @staticmethod
+    def forward(ctx: Any, hidden, master, head, targets, vocabulary: int, transform, planned, ops):
+        known, dlogp = planned
+        logp, entropy, dhidden, dweight = ops.log_prob_planned(
+            hidden, head, targets, vocabulary, transform, known, dlogp, target(ops, master)
+        )
+        ctx.save_for_backward(dhidden, deliver(ops, master, dweight))
+        ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor):
+        return *ctx.saved_tensors, None, None, None, None, None, None
+
+
+def planned_log_prob(
+    hidden_TK: torch.Tensor,
+    master_VK: torch.Tensor,
+    head: QuantizedWeight,
+    targets_T: torch.Tensor,
+    vocabulary: int,
+    transform: Any,
+    planned: tuple[torch.Tensor, torch.Tensor],
+    ops: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`log_prob` whose gradient is known: planned = (the sampler's log-probs, dloss/dlogp at them).
+
+    The head's gradient is made at once, in the same pass; what backward is then given is not looked
+    at. So a backward must follow, and the loss must be the one that was planned for.
+    """
+    return _PlannedLogProb.apply(
+        hidden_TK, master_VK, head, targets_T, vocabulary, transform, planned, ops
+    )  # type: ignore[return-value]
+
+
 def log_prob(
     hidden_TK: torch.Tensor,
     master_VK: torch.Tensor,

@@ -21,7 +21,7 @@ from samebit.layers.block import (
     attention_half,
     mlp_half,
 )
-from samebit.layers.functional import add_rms_norm, embed, log_prob
+from samebit.layers.functional import add_rms_norm, embed, log_prob, planned_log_prob
 from samebit.layers.kv import KVStore
 from samebit.layers.linear import Linear
 from samebit.layers.rope import rope_table
@@ -220,6 +220,23 @@ class Decoder(nn.Module):
         vocabulary = self.config.tokenizer_size
         return log_prob(
             hidden_TK, self.head, self.head_weight, targets_T, vocabulary, transform, self.ops
+        )
+
+    def planned_log_prob(
+        self,
+        hidden_TK: torch.Tensor,
+        targets_T: torch.Tensor,
+        transform: object,
+        planned: tuple[torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`log_prob` where the sampler's log-probs and the loss's gradient at them are known.
+
+        The head's gradients are made in the forward; a backward must follow (one product less).
+        """
+        vocabulary = self.config.tokenizer_size
+        head, weight = self.head, self.head_weight
+        return planned_log_prob(
+            hidden_TK, head, weight, targets_T, vocabulary, transform, planned, self.ops
         )
 
     @torch.no_grad()

@@ -21,7 +21,13 @@ from samebit.reference.fused import (
     silu_mul_quantize,
 )
 from samebit.reference.gemm import gemm, input_grad, weight_grad
-from samebit.reference.head import head_logits, log_prob, log_prob_backward, sample
+from samebit.reference.head import (
+    head_logits,
+    log_prob,
+    log_prob_backward,
+    log_prob_planned,
+    sample,
+)
 from samebit.reference.norm import residual_add, rms_norm, rms_norm_backward
 from samebit.reference.quantize import quantize_activation, quantize_heads, refresh_weight
 from samebit.reference.rotary import rotary, rotary_backward
@@ -47,6 +53,7 @@ __all__ = [
     "linear_backward",
     "log_prob",
     "log_prob_backward",
+    "log_prob_planned",
     "prepare_packed",
     "qk_norm_rope",
     "qk_norm_rope_backward",

@@ -97,6 +97,28 @@ def log_prob_backward(
     return torch.cat(dhidden), dweight
 
 
+def log_prob_planned(
+    hidden_TK: torch.Tensor,
+    head: QuantizedWeight,
+    targets_T: torch.Tensor,
+    vocabulary: int,
+    transform: Transform,
+    known_T: torch.Tensor,
+    dlogp_T: torch.Tensor,
+    into: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(log-prob, entropy, dhidden BF16, dweight FP32), the gradients for a dlogp known beforehand.
+
+    known: the sampler's log-probs, at which dlogp was taken. A backend may use them to make the
+    gradient in the pass that makes the log-probs; here it is one after the other.
+    """
+    logp, entropy, lse = log_prob(hidden_TK, head, targets_T, vocabulary, transform)
+    gradients = log_prob_backward(
+        dlogp_T, None, hidden_TK, head, targets_T, vocabulary, transform, entropy, lse, into
+    )
+    return (logp, entropy, *gradients)
+
+
 def sample(
     hidden_TK: torch.Tensor,
     head: QuantizedWeight,
