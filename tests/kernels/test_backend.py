@@ -30,7 +30,7 @@ from samebit.spec import BF16 as BF16_WEIGHT  # isort: skip
 
 def test_the_operators_are_those_of_the_reference():
     assert set(ops.__all__) == set(reference.__all__)
-    for name in set(ops.__all__) - {"ACCUMULATES", "NAME"}:
+    for name in set(ops.__all__) - {"ACCUMULATES", "NAME", "PLANS_HEAD"}:
         mine = inspect.signature(getattr(ops, name)).parameters
         theirs = inspect.signature(getattr(reference, name)).parameters
         assert len(mine) == len(theirs), name

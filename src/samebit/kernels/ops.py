@@ -41,16 +41,20 @@ from samebit.kernels._ops_linear import (
     quantize_activation,
     quantize_heads,
     refresh_weight,
+    silu_mul_linear_backward,
     weight_grad,
 )
 
 NAME = "hopper"
 ACCUMULATES = True
 """Whether gradients are added to the parameters' `.grad` by the operators themselves (`into`)."""
+PLANS_HEAD = True
+"""Whether `log_prob_planned` costs less than `log_prob` and its backward."""
 
 __all__ = [
     "ACCUMULATES",
     "NAME",
+    "PLANS_HEAD",
     "add_rms_norm",
     "add_rms_norm_quantize",
     "attention",
@@ -82,6 +86,7 @@ __all__ = [
     "sample",
     "silu_mul",
     "silu_mul_backward",
+    "silu_mul_linear_backward",
     "silu_mul_quantize",
     "weight_grad",
 ]

@@ -18,6 +18,7 @@ from samebit.reference.fused import (
     qk_norm_rope_backward,
     qk_norm_rope_store,
     rms_norm_quantize,
+    silu_mul_linear_backward,
     silu_mul_quantize,
 )
 from samebit.reference.gemm import gemm, input_grad, weight_grad
@@ -35,10 +36,13 @@ from samebit.reference.rotary import rotary, rotary_backward
 NAME = "reference"
 ACCUMULATES = False
 """Whether gradients are added to the parameters' `.grad` by the operators themselves (`into`)."""
+PLANS_HEAD = False
+"""Whether `log_prob_planned` costs less than `log_prob` and its backward."""
 
 __all__ = [
     "ACCUMULATES",
     "NAME",
+    "PLANS_HEAD",
     "add_rms_norm",
     "add_rms_norm_quantize",
     "attention",
@@ -70,6 +74,7 @@ __all__ = [
     "sample",
     "silu_mul",
     "silu_mul_backward",
+    "silu_mul_linear_backward",
     "silu_mul_quantize",
     "weight_grad",
 ]

@@ -25,6 +25,7 @@ class PackedBatch:
     version: int64 [C]. sequence: int64 [C], which sequence of the whole rollout: the
     `num_sequences` from `first_sequence` on. `first_token` is the place of this batch's tokens in the
     rollout's token order. The whole numbers are known on the host, so that nothing waits to read them.
+    drawn_at: the one weight version that drew every token and gave it a log-prob; None: no such.
     """
 
     ids: torch.Tensor
@@ -38,6 +39,7 @@ class PackedBatch:
     first_token: int
     first_sequence: int
     num_sequences: int
+    drawn_at: int | None = None
 
     @property
     def tokens(self) -> slice:
@@ -95,6 +97,7 @@ def pack(
     samples = [s for g in groups for s in g.samples]
     logps = np.concatenate([s.logps for s in samples]).astype(np.float32)
     versions = np.concatenate([s.versions for s in samples]).astype(np.int64)
+    one_version = bool((versions == versions[0]).all()) and not bool(np.isnan(logps).any())
     numbers = [first_group + i for i, g in enumerate(groups) for _ in g.samples]
 
     def on_device(values: object) -> torch.Tensor:
@@ -113,6 +116,7 @@ def pack(
         first_token=first_token,
         first_sequence=first_sequence,
         num_sequences=next_sequence - first_sequence,
+        drawn_at=int(versions[0]) if one_version else None,
     )
 
 

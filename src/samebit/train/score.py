@@ -45,11 +45,19 @@ class Scorer:
         self.model, self.value = model, value
         self.reference, self.shadow, self.transform = reference, shadow, transform
 
-    def forward(self, model: Decoder, batch: PackedBatch) -> Outputs:
-        """The training forward of `model`, differentiable."""
+    def forward(
+        self,
+        model: Decoder,
+        batch: PackedBatch,
+        planned: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> Outputs:
+        """The training forward of `model`, differentiable; planned: see `Decoder.planned_log_prob`."""
         hidden = model(batch.ids, batch.layout, "train")
         rows = gather_rows(hidden, batch.predicting, model.ops)
-        logp, entropy = model.log_prob(rows, batch.targets, self.transform)
+        if planned is None:
+            logp, entropy = model.log_prob(rows, batch.targets, self.transform)
+        else:
+            logp, entropy = model.planned_log_prob(rows, batch.targets, self.transform, planned)
         value = None
         if self.value is not None and model is self.model:
             value = self.value(rows.float())[:, 0]

@@ -322,7 +322,8 @@ class Trainer:
                 remove = (
                     observe_activations(self.model, observed) if observe and not index else None
                 )
-                outputs = self.scorer.forward(self.model, batch)
+                planned = self._planned(rollout, batch, normaliser)
+                outputs = self.scorer.forward(self.model, batch, planned)
                 if remove is not None:
                     remove()
                 if self.updates_per_step == 1:
@@ -338,6 +339,27 @@ class Trainer:
         with self._timer("optimizer"):
             numbers = self._optimise()
         return numbers | activation_shares(observed)
+
+    def _planned(
+        self, rollout: Rollout, batch: PackedBatch, normaliser: Normaliser
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(the sampler's log-probs, dloss/dlogp there), where the trainer's will be the same bits.
+
+        None where they may differ, where entropy or a value carries gradient, or where the backend
+        gains nothing by it.
+        """
+        model = self.model
+        same = model.plan.unified and self.updates_per_step == 1 and self.value is None
+        if not (same and model.ops.PLANS_HEAD and batch.drawn_at == model.version):
+            return None
+        logp = batch.rollout_logp.clone().requires_grad_()
+        entropy = torch.zeros_like(logp, requires_grad=True)
+        tokens = self._token_batch(rollout, batch, (logp, entropy, None))
+        loss, _ = self.algorithm.loss(tokens, normaliser, self.correction)
+        dlogp, dentropy = torch.autograd.grad(loss, (logp, entropy), allow_unused=True)
+        if dlogp is None or dentropy is not None:
+            return None
+        return batch.rollout_logp, dlogp
 
     def _look_before(self, rollout: Rollout, look: Callable[[Rollout], None]) -> None:
         """Call `look` with everything as it was when the step began, so that it may save that."""
