@@ -65,10 +65,11 @@ class RolloutConfig:
     """A file of engine/: native (paged, continuous batching) or naive (no cache, the oracle)."""
     max_batch: int = 64
     """Sequences decoded at once."""
-    prefill_tokens: int = 512
-    """Prompt tokens processed in one forward (longer prompts are prefilled in chunks)."""
+    prefill_tokens: int = 0
+    """Prompt tokens processed in one forward (longer ones in chunks); 0: 512 on a CPU, 8192 on a GPU."""
     cache_tokens: int = 0
-    """KV cache size in tokens; 0 chooses it from max_batch and the lengths."""
+    """KV cache size in tokens; 0 chooses it from max_batch and the lengths, within 2 GB on a CPU and
+    85 % of the free memory on a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,7 @@ _RULES: dict[str, _Rule] = {
     "rollout.stop": ((lambda v: all(v)), "must not hold an empty string"),
     "rollout.stop_ids": ((lambda v: all(i >= 0 for i in v)), "must hold ids of at least 0"),
     "rollout.max_batch": _COUNT,
-    "rollout.prefill_tokens": _least(1),
+    "rollout.prefill_tokens": _least(0),
     "rollout.cache_tokens": _least(0),
     "rl.prompts_per_step": _COUNT,
     "rl.group_size": _COUNT,

@@ -16,7 +16,7 @@ from samebit.types import Group, Prompt, Sampling
 Progress = Callable[[int, int, int], None]
 """Called after every forward with (samples finished, samples asked for, tokens drawn so far)."""
 
-_HELPERS = ("api", "cache", "requests", "scheduler")
+_HELPERS = ("api", "cache", "decode", "memory", "pipeline", "requests", "scheduler")
 
 
 class RolloutEngine(Protocol):
@@ -49,6 +49,10 @@ class RolloutEngine(Protocol):
 
     def refresh(self) -> None:
         """Drop everything derived from older weights; call after the model's own refresh."""
+        ...
+
+    def release(self) -> None:
+        """Give the cache's memory back until the next `generate`, which takes it again by itself."""
         ...
 
     def abort(self) -> None:

@@ -75,6 +75,9 @@ class Engine:
     def refresh(self) -> None:
         """Nothing is kept between tokens, so nothing can be stale."""
 
+    def release(self) -> None:
+        """No memory is kept."""
+
     def abort(self) -> None:
         """End the `generate` in progress at its next token."""
         self._abort.set()

@@ -16,7 +16,7 @@ from samebit.kernels._ops_elementwise import (
     silu_mul,
     silu_mul_backward,
 )
-from samebit.kernels._ops_head import head_logits, log_prob, log_prob_backward, sample
+from samebit.kernels._ops_head import draw, head_logits, log_prob, log_prob_backward, sample
 from samebit.kernels._ops_linear import (
     gemm,
     input_grad,
@@ -32,6 +32,7 @@ __all__ = [
     "NAME",
     "attention",
     "attention_backward",
+    "draw",
     "embed",
     "embed_backward",
     "gemm",

@@ -9,7 +9,7 @@ from samebit.reference.attention import attention
 from samebit.reference.attention_backward import attention_backward
 from samebit.reference.embedding import embed, embed_backward
 from samebit.reference.gemm import gemm, input_grad, weight_grad
-from samebit.reference.head import head_logits, log_prob, log_prob_backward, sample
+from samebit.reference.head import draw, head_logits, log_prob, log_prob_backward, sample
 from samebit.reference.norm import residual_add, rms_norm, rms_norm_backward
 from samebit.reference.quantize import quantize_activation, quantize_heads, refresh_weight
 from samebit.reference.rotary import rotary, rotary_backward
@@ -20,6 +20,7 @@ __all__ = [
     "NAME",
     "attention",
     "attention_backward",
+    "draw",
     "embed",
     "embed_backward",
     "gemm",
