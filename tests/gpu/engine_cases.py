@@ -22,7 +22,6 @@ from samebit.engine.memory import CHUNK_BYTES, Reservation
 from samebit.engine.naive import Engine as Naive
 from samebit.engine.native import Engine
 from samebit.models.config import ModelConfig
-from samebit.models.decoder import Decoder
 from samebit.types import Group, Prompt, Sampling
 from tests.gpu.backend_cases import DEVICE, MODELS, RECIPES, learn, mismatch, random_model
 

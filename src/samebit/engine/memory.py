@@ -11,7 +11,6 @@ import ctypes
 
 import torch
 
-
 CHUNK_BYTES = 64 << 20
 """Bytes behind one mapping (a multiple of the driver's 2 MB granularity)."""
 
