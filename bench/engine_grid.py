@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import statistics
 import sys
@@ -201,7 +202,7 @@ def step_times(step: GraphStep, context: int) -> list[float]:
     torch.cuda.synchronize()
     logps = state.out[:, 1].view(torch.float32)
     assert bool(logps.isfinite().all()), "the step drew from NaN"
-    return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
 
 def profile(step: GraphStep, context: int, path: Path) -> None:

@@ -116,6 +116,9 @@ class TrainConfig:
     """Gradients are scaled down to this norm; 0 never."""
     micro_batch_tokens: int = 4096
     """Packed tokens in one forward-backward; a group is never split, so a larger one stands alone."""
+    recompute: Literal["none", "codes", "mlp", "block"] = "none"
+    """What the backward makes again to save memory: nothing dear, FP8 and INT8 codes too, gate and up
+    too, all of a block but its residual sums. Gradients keep their bits."""
     invariant_scale: float = 1.0
     """QuRL's update-aware scaling s: linears after a norm are divided by s, the gain multiplied."""
     role_learning_rates: Mapping[str, float] = field(default_factory=dict)

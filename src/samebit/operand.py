@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -66,6 +67,34 @@ class HeadCodes:
 
 Heads = torch.Tensor | HeadCodes
 """Q, K or V: BF16 [S, heads, D], or its codes."""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How one forward turns the rows of the projections of queries and keys.
+
+    positions: int64 [T]. cos, sin: FP32 [positions, D/2], the whole table. eps: of the norms of
+    queries and keys, where there are any.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    positions: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    eps: float
+
+    @cached_property
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin) FP32 [T, D/2] of each row."""
+        return self.cos[self.positions], self.sin[self.positions]
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Columns of Q, K and V."""
+        kv = self.kv_heads * self.head_dim
+        return self.heads * self.head_dim, kv, kv
 
 
 @dataclass

@@ -30,7 +30,7 @@ from samebit.spec import BF16 as BF16_WEIGHT  # isort: skip
 
 def test_the_operators_are_those_of_the_reference():
     assert set(ops.__all__) == set(reference.__all__)
-    for name in set(ops.__all__) - {"NAME"}:
+    for name in set(ops.__all__) - {"ACCUMULATES", "NAME"}:
         mine = inspect.signature(getattr(ops, name)).parameters
         theirs = inspect.signature(getattr(reference, name)).parameters
         assert len(mine) == len(theirs), name
@@ -105,7 +105,7 @@ def test_restricted_sampling_agrees_with_its_log_probs_and_trains():
     hidden = torch.randn(5, 64, generator=generator).to(BF16)
     transform = Transform(0.8, 6, 0.9)
     ids, logp = ops.sample(hidden, head, 37, transform, [(1, i, 0) for i in range(5)])
-    trained, entropy = ops.log_prob(hidden, head, ids, 37, transform)
+    trained, entropy, _ = ops.log_prob(hidden, head, ids, 37, transform)
     assert torch.equal(trained.view(torch.int32), logp.view(torch.int32))
     want = reference.log_prob(hidden, head, ids, 37, transform)
     torch.testing.assert_close(trained, want[0], rtol=1e-5, atol=1e-5)
@@ -136,6 +136,8 @@ def test_padded_parts_come_back_as_logical_columns(monkeypatch, rows):
         spec = Gemm(FP8_TOKEN_GROUP, FP8_BLOCK, 128)
         mine, theirs = (o.gemm(x, weight, spec, b) for o in (ops, reference))
         assert mine.shape == (9, sum(rows))
+        parts = ops.gemm_parts(x, weight, spec, b)
+        assert [p.shape[1] for p in parts] == list(rows) and torch.equal(torch.cat(parts, 1), mine)
         torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=2**-7)
 
 
@@ -144,6 +146,9 @@ def test_a_promotion_that_is_not_compiled_is_refused():
     x = reference.quantize_activation(torch.ones(2, 128, dtype=BF16), FP8_TOKEN_GROUP)
     with pytest.raises(ValueError, match="not 256"):
         ops.gemm(x, weight, Gemm(FP8_TOKEN_GROUP, FP8_BLOCK, 256))
+
+
+FP8_BACKWARD = load_recipe("fp8").backward
 
 
 def test_an_fp8_backward_over_row_scales_is_refused():
@@ -173,15 +178,20 @@ def test_refresh_writes_the_reference_bytes_in_place(precision):
     assert torch.equal(mine.scale[kept], theirs.scale[kept])
 
 
-def test_transposed_codes_keep_their_storage_and_follow_the_version():
+def test_the_input_gradient_reads_the_present_codes_transposed(monkeypatch):
+    read = []
+
+    def product(codes, scale, w_KN, w_scale, n):
+        read.append(w_KN)
+        return codes
+
+    monkeypatch.setattr(_ops_linear, "fp8_block_gemm", product)
     weight = allocate_weight((128, 60), 192, FP8_BLOCK, torch.device(DEVICE))
-    ops.refresh_weight(weight, torch.randn(188, 192, device=DEVICE))
-    first = _ops_linear._transposed(weight)
-    assert torch.equal(first.view(torch.uint8), weight.codes.view(torch.uint8).t())
-    ops.refresh_weight(weight, torch.randn(188, 192, device=DEVICE))
-    second = _ops_linear._transposed(weight)
-    assert second.data_ptr() == first.data_ptr()
-    assert torch.equal(second.view(torch.uint8), weight.codes.view(torch.uint8).t())
+    for _ in range(2):
+        ops.refresh_weight(weight, torch.randn(188, 192, device=DEVICE))
+        ops.input_grad(torch.ones(2, 188, dtype=BF16, device=DEVICE), weight, FP8_BACKWARD)
+        assert torch.equal(read[-1].view(torch.uint8), weight.codes.view(torch.uint8).t())
+    assert not weight._kept or set(weight._kept) == {"logical_rows"}
 
 
 @pytest.mark.parametrize("dim", [64, 128])

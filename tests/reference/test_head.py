@@ -41,7 +41,7 @@ def test_logits_are_not_rounded_to_bf16():
     gap = float(torch.tensor(0.03).bfloat16())
     weight = head_of([[20.0, 0.0], [20.0, -gap]])
     hidden = torch.ones(2, 2, dtype=torch.bfloat16)
-    found, _ = log_prob(hidden, weight, torch.tensor([0, 1]), 2, PLAIN)
+    found, _, _ = log_prob(hidden, weight, torch.tensor([0, 1]), 2, PLAIN)
     want = [-math.log1p(math.exp(-gap)), -gap - math.log1p(math.exp(-gap))]
     assert found.tolist() == pytest.approx(want, abs=3e-6)
     assert abs(found[0] - found[1]) > 0.029
@@ -78,9 +78,9 @@ def test_ids_the_tokenizer_lacks_have_no_mass_however_large_their_logit():
 def test_entropy_is_never_negative_and_masked_columns_add_nothing():
     weight = head_of([[120.0], [-120.0], [0.0]])
     hidden = torch.ones(1, 1, dtype=torch.bfloat16)
-    _, entropy = log_prob(hidden, weight, torch.tensor([0]), 2, PLAIN)
+    _, entropy, _ = log_prob(hidden, weight, torch.tensor([0]), 2, PLAIN)
     assert entropy.tolist() == [0.0]
-    _, entropy = log_prob(hidden * 0, weight, torch.tensor([0]), 2, PLAIN)
+    _, entropy, _ = log_prob(hidden * 0, weight, torch.tensor([0]), 2, PLAIN)
     assert entropy.tolist() == pytest.approx([math.log(2)], abs=1e-6)
 
 
@@ -99,13 +99,15 @@ def test_no_more_than_a_chunk_of_logits_is_alive_forward_or_backward(
     weight = head_of([[0.5], [-1.0], [2.0]])
     hidden = torch.linspace(-2, 2, tokens)[:, None].bfloat16()
     targets = torch.arange(tokens) % 3
-    log_prob(hidden, weight, targets, 3, PLAIN)
+    _, entropy, lse = log_prob(hidden, weight, targets, 3, PLAIN)
     assert len(rows) == 6 and max(rows) == module.CHUNK
     rows.clear()
     ones, zeros = torch.ones(tokens), torch.zeros(tokens)
-    whole = log_prob_backward(ones, zeros, hidden, weight, targets, 3, PLAIN)
+    whole = log_prob_backward(ones, zeros, hidden, weight, targets, 3, PLAIN, entropy, lse)
     assert len(rows) == 6 and max(rows) == module.CHUNK
     monkeypatch.setattr(module, "CHUNK", tokens)
-    at_once = log_prob_backward(ones, zeros, hidden, weight, targets, 3, PLAIN)
+    at_once = log_prob_backward(ones, zeros, hidden, weight, targets, 3, PLAIN, entropy, lse)
     assert torch.equal(whole[0], at_once[0])
+    without = log_prob_backward(ones, None, hidden, weight, targets, 3, PLAIN, entropy, lse)
+    assert torch.equal(without[0], at_once[0]) and torch.equal(without[1], at_once[1])
     torch.testing.assert_close(whole[1], at_once[1], rtol=1e-5, atol=1e-5)

@@ -8,6 +8,7 @@ import torch
 from samebit.kernels import attention_layout as kernel_layout
 from samebit.kernels.attention import attention_forward
 from samebit.kernels.attention_gradient import attention_backward as backward
+from samebit.kernels.dequantize import dequantize
 from samebit.layout import Layout, PackedLayout, PagedLayout, to_device
 from samebit.operand import HeadCodes, Heads
 from samebit.spec import BF16, FP8_HEAD, FP16, Attention
@@ -107,24 +108,38 @@ def attention(
     if isinstance(layout, PackedLayout):
         q, k, v = (x.contiguous() for x in (q_THD, k_SGD, v_SGD))
         return attention_forward(q, k, v, packed(layout), scale, **scales)
-    k, v = k_SGD, v_SGD
-    if k.dim() == 3:
-        k, v = (x.unflatten(0, (-1, layout.page_size)) for x in (k, v))
-        for name in scales.keys() - {"q_scale_TH"}:
-            scales[name] = scales[name].unflatten(0, (-1, layout.page_size))
+    k, v = (_paged_rows(x, 4, layout) for x in (k_SGD, v_SGD))
+    for name in ("k_scale", "v_scale"):
+        if name in scales:
+            scales[name] = _paged_rows(scales[name], 3, layout)
     return attention_forward(q_THD.contiguous(), k, v, paged(layout), scale, **scales)
+
+
+def _paged_rows(x: torch.Tensor, dims: int, layout: PagedLayout) -> torch.Tensor:
+    """Rows [S, ...] as pages; pages [pages, page size, ...] as they are."""
+    return x if x.dim() == dims else x.unflatten(0, (-1, layout.page_size))
+
+
+def _bf16(x: Heads) -> torch.Tensor:
+    """BF16 [T, heads, D], contiguous."""
+    if isinstance(x, torch.Tensor):
+        return x.contiguous()
+    codes, width = x.codes, x.codes.shape[-1]
+    rows = dequantize(codes.reshape(-1, width), x.scale.reshape(-1, 1), width, (1, 0))
+    return rows.view(codes.shape)
 
 
 def attention_backward(
     dout_THD: torch.Tensor,
-    q_THD: torch.Tensor,
-    k_THD: torch.Tensor,
-    v_THD: torch.Tensor,
+    q_THD: Heads,
+    k_THD: Heads,
+    v_THD: Heads,
     out_THD: torch.Tensor,
     lse_TH: torch.Tensor,
     layout: PackedLayout,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv) BF16 of packed attention; deterministic."""
-    q, k, v, dout = (x.contiguous() for x in (q_THD, k_THD, v_THD, dout_THD))
+    """(dq, dk, dv) BF16 of packed attention (codes: at what they dequantise to); deterministic."""
+    q, k, v = (_bf16(x) for x in (q_THD, k_THD, v_THD))
+    dout = dout_THD.contiguous()
     return backward(q, k, v, out_THD, lse_TH, dout, packed(layout), scale)

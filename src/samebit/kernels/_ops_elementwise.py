@@ -28,17 +28,20 @@ __all__ = [
 
 def embed(ids_T: torch.Tensor, master_VK: torch.Tensor) -> torch.Tensor:
     """BF16 [T, K]: each row rounded from the FP32 master."""
-    return master_VK[ids_T].bfloat16()
+    return embed_kernels.embed(ids_T, master_VK)
 
 
-def embed_backward(dy_TK: torch.Tensor, ids_T: torch.Tensor, rows: int) -> torch.Tensor:
-    """FP32 [V, K]; rows are added in batch order, without atomics."""
-    grad = torch.zeros(rows, dy_TK.shape[1], device=dy_TK.device)
+def embed_backward(
+    dy_TK: torch.Tensor, ids_T: torch.Tensor, rows: int, into: torch.Tensor | None = None
+) -> torch.Tensor:
+    """FP32 [V, K]; rows are added in batch order, to `into` when given, without atomics."""
+    grad = torch.zeros(rows, dy_TK.shape[1], device=dy_TK.device) if into is None else into
     return embed_kernels.embed_backward(dy_TK.contiguous(), ids_T, grad)
 
 
 @functools.lru_cache
-def _host_number(value: float) -> torch.Tensor:
+def host_number(value: float) -> torch.Tensor:
+    """A number as autograd can save it, FP64 on the host."""
     return torch.tensor(value, dtype=torch.float64)
 
 
@@ -50,16 +53,26 @@ def rms_norm(
     The backward kernel makes each row's statistics again from the row it reads anyway.
     """
     y = norm_forward(x_TK.reshape(-1, x_TK.shape[-1]), gain_K, eps)
-    return y.view(x_TK.shape), _host_number(eps)
+    return y.view(x_TK.shape), host_number(eps)
 
 
 def rms_norm_backward(
-    dy_TK: torch.Tensor, x_TK: torch.Tensor, gain_K: torch.Tensor, eps: torch.Tensor
+    dy_TK: torch.Tensor,
+    x_TK: torch.Tensor,
+    gain_K: torch.Tensor,
+    eps: torch.Tensor,
+    dsum_TK: torch.Tensor | None = None,
+    into: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dx BF16, dgain FP32 [K]) of `rms_norm`."""
+    """(dx BF16, dgain FP32 [K]) of `rms_norm`; dsum is added in FP32, before dx is rounded."""
     width = x_TK.shape[-1]
     dx, dgain = norm_backward(
-        dy_TK.reshape(-1, width).contiguous(), x_TK.reshape(-1, width), gain_K, float(eps)
+        dy_TK.reshape(-1, width).contiguous(),
+        x_TK.reshape(-1, width),
+        gain_K,
+        float(eps),
+        dsum_TK=None if dsum_TK is None else dsum_TK.reshape(-1, width).contiguous(),
+        dweight_K=into,
     )
     return dx.view(x_TK.shape), dgain
 
@@ -71,9 +84,12 @@ def residual_add(x_TK: torch.Tensor, update_TK: torch.Tensor) -> torch.Tensor:
 
 def silu_mul_backward(
     dy_TF: torch.Tensor, gate_TF: torch.Tensor, up_TF: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dgate, dup), BF16."""
-    return activation_backward(dy_TF.contiguous(), gate_TF, up_TF)
+) -> torch.Tensor:
+    """BF16 [T, 2F]: dgate, then dup, as the fused projection wants them."""
+    T, F = gate_TF.shape
+    both_T2F = torch.empty((T, 2 * F), dtype=torch.bfloat16, device=gate_TF.device)
+    activation_backward(dy_TF.contiguous(), gate_TF, up_TF, both_T2F[:, :F], both_T2F[:, F:])
+    return both_T2F
 
 
 def rotary(x_THD: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tensor) -> torch.Tensor:

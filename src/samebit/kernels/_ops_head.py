@@ -39,35 +39,48 @@ def log_prob(
     targets_T: torch.Tensor,
     vocabulary: int,
     transform: Transform,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-prob of each target, entropy), FP32 [T] each, logits never materialised."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(log-prob of each target, entropy, log-sum-exp), FP32 [T] each, logits never materialised."""
     hidden_TK = hidden_TK.contiguous()
     inverse, cut = _distribution(hidden_TK, head, vocabulary, transform)
-    logp, _, entropy = head_log_prob(
+    logp, lse, entropy = head_log_prob(
         hidden_TK, head.codes, targets_T, inverse, vocabulary, entropy=True, cut=cut
     )
     assert entropy is not None
-    return logp, entropy
+    return logp, entropy, lse
 
 
 def log_prob_backward(
     dlogp_T: torch.Tensor,
-    dentropy_T: torch.Tensor,
+    dentropy_T: torch.Tensor | None,
     hidden_TK: torch.Tensor,
     head: QuantizedWeight,
     targets_T: torch.Tensor,
     vocabulary: int,
     transform: Transform,
+    entropy_T: torch.Tensor,
+    lse_T: torch.Tensor,
+    into: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dhidden BF16 [T, K], dweight FP32 [V, K]); logits are made again tile by tile."""
+    """(dhidden BF16 [T, K], dweight FP32 [V, K]); logits are made again tile by tile.
+
+    entropy, lse: the forward's. dweight is added to `into` when given.
+    """
     hidden_TK = hidden_TK.contiguous()
     inverse, cut = _distribution(hidden_TK, head, vocabulary, transform)
-    _, lse, entropy = head_log_prob(
-        hidden_TK, head.codes, targets_T, inverse, vocabulary, entropy=True, cut=cut
-    )
-    gradient = HeadGradient(dlogp_T.contiguous(), entropy, dentropy_T.contiguous())
+    gradient = HeadGradient(dlogp_T.contiguous())
+    if dentropy_T is not None:
+        gradient = HeadGradient(dlogp_T.contiguous(), entropy_T, dentropy_T.contiguous())
     dhidden, dweight = head_log_prob_backward(
-        hidden_TK, head.codes, targets_T, inverse, lse, gradient, vocabulary, cut=cut
+        hidden_TK,
+        head.codes,
+        targets_T,
+        inverse,
+        lse_T,
+        gradient,
+        vocabulary,
+        dweight_VK=into,
+        cut=cut,
     )
     return dhidden.bfloat16(), dweight
 

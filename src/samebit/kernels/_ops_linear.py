@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from samebit.formats import BLOCK, get_format
+from samebit.kernels.dequantize import dequantize
 from samebit.kernels.gemm_bf16 import bf16_gemm
 from samebit.kernels.gemm_fp8_block import fp8_block_gemm
 from samebit.kernels.gemm_fp8_row import fp8_row_gemm
@@ -16,7 +17,6 @@ from samebit.kernels.quantize_gradient import quantize_gradient, requantize_toke
 from samebit.kernels.quantize_row import quantize_rows
 from samebit.kernels.quantize_weight import quantize_weight, transpose_codes
 from samebit.operand import HeadCodes, Operand, QuantizedWeight, pad_to_block
-from samebit.reference.quantize import dequantize, dequantize_weight
 from samebit.spec import Backward, Gemm, Precision
 
 GROUPS = (1, BLOCK)
@@ -80,17 +80,6 @@ def _logical_rows(weight: QuantizedWeight) -> torch.Tensor:
     return weight.kept("logical_rows", weight.logical_rows)
 
 
-def _transposed(weight: QuantizedWeight) -> torch.Tensor:
-    """Codes [K, N] (padded) for the input gradient, in storage that is kept and made once a version."""
-
-    def allocate() -> torch.Tensor:
-        n, k = weight.codes.shape
-        return torch.empty((k, n), dtype=weight.codes.dtype, device=weight.codes.device)
-
-    storage = weight.kept("transposed", allocate)
-    return weight.derived("transposed", lambda: transpose_codes(weight.codes, storage))
-
-
 def gemm(
     lhs: Operand, weight: QuantizedWeight, spec: Gemm, bias_N: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -105,11 +94,29 @@ def gemm(
         return bf16_gemm(lhs.codes, weight.codes, bias_N=bias_N)
     if weight.last_part_padded:
         return _scaled(lhs, weight, spec, weight.out_features, bias_N)
-    rows, stored = _logical_rows(weight), weight.codes.shape[0]
+    return _stored(lhs, weight, spec, bias_N).index_select(1, _logical_rows(weight))
+
+
+def gemm_parts(
+    lhs: Operand, weight: QuantizedWeight, spec: Gemm, bias_N: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """`gemm` of a fused weight, one BF16 [T, rows] per named part: views of one buffer."""
+    if spec.library or weight.scale is None or weight.last_part_padded:
+        return gemm(lhs, weight, spec, bias_N).split(weight.rows, dim=1)
+    whole = _stored(lhs, weight, spec, bias_N)
+    parts = zip(weight.padded_offsets, weight.rows, strict=True)
+    return tuple(whole[:, offset : offset + rows] for offset, rows in parts)
+
+
+def _stored(
+    lhs: Operand, weight: QuantizedWeight, spec: Gemm, bias_N: torch.Tensor | None
+) -> torch.Tensor:
+    """The product over all stored rows, padding included."""
+    stored = weight.codes.shape[0]
     if bias_N is not None:
         wide = torch.zeros(stored, dtype=bias_N.dtype, device=bias_N.device)
-        bias_N = wide.index_copy_(0, rows, bias_N)
-    return _scaled(lhs, weight, spec, stored, bias_N).index_select(1, rows)
+        bias_N = wide.index_copy_(0, _logical_rows(weight), bias_N)
+    return _scaled(lhs, weight, spec, stored, bias_N)
 
 
 def _scaled(
@@ -131,43 +138,136 @@ def _scaled(
 
 def input_grad(dy_TN: torch.Tensor, weight: QuantizedWeight, backward: Backward) -> torch.Tensor:
     """dX = dY W, BF16 [T, K]; FP8: dY in 1x128 groups aligned to the weight's row blocks."""
-    spec = backward.input_grad
-    if spec.lhs.block is None:
+    if backward.input_grad.lhs.block is None:
         return dy_TN @ _dequantised(weight)
+    _check_input_grad(weight, backward)
+    codes, scale = quantize_groups(_stored_columns(dy_TN, weight))
+    return _input_grad(codes, scale, weight)
+
+
+def _check_input_grad(weight: QuantizedWeight, backward: Backward) -> None:
+    spec = backward.input_grad
     if weight.precision.block != (BLOCK, BLOCK) or spec.lhs.block != GROUPS:
         raise ValueError(
             f"the Hopper kernels have no input gradient {spec} over a {weight.precision} weight; use "
             "e4m3 1x128 by 128x128, or BF16"
         )
+
+
+def _stored_columns(dy_TN: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+    """dY with zero columns where a part that is not the last has padding rows."""
+    if weight.last_part_padded:
+        return dy_TN.contiguous()
+    padded = dy_TN.new_zeros(dy_TN.shape[0], weight.codes.shape[0])
+    return padded.index_copy_(1, _logical_rows(weight), dy_TN)
+
+
+def _input_grad(
+    codes_TN: torch.Tensor, scale: torch.Tensor, weight: QuantizedWeight
+) -> torch.Tensor:
+    """The product with the transposed weight, whose codes are made for it and dropped.
+
+    To keep them would be a second copy of the weights; to make them costs 0.5 % of a backward.
+    """
     assert weight.scale is not None
-    if weight.codes.shape[0] != dy_TN.shape[1]:
-        padded = dy_TN.new_zeros(dy_TN.shape[0], weight.codes.shape[0])
-        dy_TN = padded.index_copy_(1, _logical_rows(weight), dy_TN)
-    codes, scale = quantize_groups(dy_TN.contiguous())
-    return fp8_block_gemm(codes, scale, _transposed(weight), weight.scale.t(), n=weight.features)
+    w_KN = transpose_codes(weight.codes)
+    return fp8_block_gemm(codes_TN, scale, w_KN, weight.scale.t(), n=weight.features)
 
 
 def _dequantised(weight: QuantizedWeight) -> torch.Tensor:
-    return weight.codes if weight.scale is None else dequantize_weight(weight).bfloat16()
+    """BF16 [N, K] of the logical rows."""
+    if weight.scale is None or weight.precision.block is None:
+        return weight.codes
+    rows, columns = weight.precision.block
+    w_NK = dequantize(weight.codes, weight.scale, weight.features, (rows, columns))
+    if weight.last_part_padded:
+        return w_NK[: weight.out_features]
+    return w_NK.index_select(0, _logical_rows(weight))
 
 
 def weight_grad(
-    dy_TN: torch.Tensor, saved: Operand, token_groups: torch.Tensor, backward: Backward
+    dy_TN: torch.Tensor,
+    saved: Operand,
+    token_groups: torch.Tensor,
+    backward: Backward,
+    into: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """dW = dY^T X, FP32 [N, K]. FP8: both operands in 128x1 token groups, X from its saved codes."""
+    """dW = dY^T X, FP32 [N, K], added to `into` when given.
+
+    FP8: both operands in 128x1 token groups, X from its saved codes.
+    """
+    if backward.weight_grad.lhs.block is None:
+        x_TK = saved.codes
+        if saved.scale is not None:
+            width = saved.codes.shape[1] // saved.scale.shape[1]
+            block = (1, 0 if saved.scale.shape[1] == 1 else width)
+            x_TK = dequantize(saved.codes, saved.scale, saved.features, block)
+        if into is None:
+            return torch.mm(dy_TN.t(), x_TK, out_dtype=torch.float32)
+        torch.ops.aten.addmm.dtype_out(into, dy_TN.t(), x_TK, torch.float32, out=into)
+        return into
+    _check_weight_grad(saved, backward)
+    _, _, dy_NT, dy_scale_GN = quantize_gradient(dy_TN.contiguous(), token_groups)
+    return _weight_grad(dy_NT[: dy_TN.shape[1]], dy_scale_GN, saved, token_groups, into)
+
+
+def _check_weight_grad(saved: Operand, backward: Backward) -> None:
     spec = backward.weight_grad
-    if spec.lhs.block is None:
-        x_TK = saved.codes if saved.scale is None else dequantize(saved).bfloat16()
-        return torch.mm(dy_TN.t(), x_TK, out_dtype=torch.float32)
     if spec.lhs.block != (BLOCK, 1) or saved.precision.block not in (None, GROUPS):
         raise ValueError(
             f"the Hopper kernels have no weight gradient {spec} from a saved {saved.precision}; use "
             "e4m3 128x1 from BF16 or e4m3 1x128, or BF16"
         )
-    _, _, dy_NT, dy_scale_GN = quantize_gradient(dy_TN.contiguous(), token_groups)
+
+
+def _weight_grad(
+    dy_NT: torch.Tensor,
+    dy_scale_GN: torch.Tensor,
+    saved: Operand,
+    token_groups: torch.Tensor,
+    into: torch.Tensor | None,
+) -> torch.Tensor:
+    """The product of codes along tokens; dY's are given for the logical outputs only."""
     if saved.scale is None:
         _, _, x_KT, x_scale_GK = quantize_gradient(saved.codes.contiguous(), token_groups)
     else:
         x_KT, x_scale_GK = requantize_tokens(saved.codes, saved.scale, token_groups, saved.features)
-    n, k = dy_TN.shape[1], saved.features
-    return fp8_block_wgrad(dy_NT[:n], dy_scale_GN.t(), x_KT[:k], x_scale_GK.t())
+    x_KT = x_KT[: saved.features]
+    return fp8_block_wgrad(
+        dy_NT, dy_scale_GN.t(), x_KT, x_scale_GK.t(), into, accumulate=into is not None
+    )
+
+
+def linear_backward(
+    dy_TN: torch.Tensor,
+    saved: Operand,
+    weight: QuantizedWeight,
+    token_groups: torch.Tensor,
+    backward: Backward,
+    into: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dX BF16 [T, K], dW FP32 [N, K]) of a linear; dW is added to `into` when given.
+
+    FP8: dY is read once and quantised in both layouts.
+    """
+    if backward.input_grad.lhs.block is None or backward.weight_grad.lhs.block is None:
+        dx = input_grad(dy_TN, weight, backward)
+        return dx, weight_grad(dy_TN, saved, token_groups, backward, into)
+    _check_input_grad(weight, backward)
+    _check_weight_grad(saved, backward)
+    dy_TN = _stored_columns(dy_TN, weight)
+    codes, scale, dy_NT, dy_scale_GN = quantize_gradient(dy_TN, token_groups)
+    dx = _input_grad(codes, scale, weight)
+    if weight.last_part_padded:
+        dy_NT = dy_NT[: weight.out_features]
+    else:
+        rows = _logical_rows(weight)
+        dy_NT = dy_NT.view(torch.uint8).index_select(0, rows).view(dy_NT.dtype)
+        dy_scale_GN = dy_scale_GN.index_select(1, rows)
+    return dx, _weight_grad(dy_NT, dy_scale_GN, saved, token_groups, into)
+
+
+def bias_grad(dy_TN: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+    """FP32 [N]: dY summed over tokens, added to `into` when given."""
+    db = dy_TN.sum(0, dtype=torch.float32)
+    return db if into is None else into.add_(db)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from samebit.kernels.quantize_common import NUMERIC_OPTIONS
+from samebit.kernels.quantize_common import NUMERIC_OPTIONS, round_to_bf16
 
 
 @triton.jit
@@ -19,7 +19,7 @@ def _embed_kernel(ids_ptr, weight_ptr, out_ptr, weight_stride, K, WIDTH: tl.cons
     k = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     row = tl.load(ids_ptr + t).to(tl.int64)
     x = tl.load(weight_ptr + row * weight_stride + k, mask=k < K)
-    tl.store(out_ptr + t * K + k, x, mask=k < K)
+    tl.store(out_ptr + t * K + k, round_to_bf16(x.to(tl.float32)), mask=k < K)
 
 
 @triton.jit
@@ -44,14 +44,21 @@ def _embed_backward_kernel(
 
 
 def embed(ids_T: torch.Tensor, weight_VK: torch.Tensor) -> torch.Tensor:
-    """Rows of `weight` [V, K] (BF16) at `ids` [T] (int32 or int64); ids must be in [0, V)."""
+    """BF16 rows of `weight` [V, K] (FP32 or BF16) at `ids` [T] (int32 or int64) in [0, V)."""
     T, K = ids_T.shape[0], weight_VK.shape[1]
     assert weight_VK.stride(1) == 1
-    out = torch.empty((T, K), dtype=weight_VK.dtype, device=weight_VK.device)
+    out = torch.empty((T, K), dtype=torch.bfloat16, device=weight_VK.device)
     width = min(triton.next_power_of_2(K), 4096)
     if T:
         _embed_kernel[(T, triton.cdiv(K, width))](
-            ids_T, weight_VK, out, weight_VK.stride(0), K, WIDTH=width, num_warps=4
+            ids_T,
+            weight_VK,
+            out,
+            weight_VK.stride(0),
+            K,
+            WIDTH=width,
+            num_warps=4,
+            **NUMERIC_OPTIONS,
         )
     return out
 

@@ -16,10 +16,22 @@ from samebit.kernels._ops_elementwise import (
     silu_mul,
     silu_mul_backward,
 )
+from samebit.kernels._ops_fused import (
+    add_rms_norm,
+    add_rms_norm_quantize,
+    qk_norm_rope,
+    qk_norm_rope_backward,
+    qk_norm_rope_store,
+    rms_norm_quantize,
+    silu_mul_quantize,
+)
 from samebit.kernels._ops_head import draw, head_logits, log_prob, log_prob_backward, sample
 from samebit.kernels._ops_linear import (
+    bias_grad,
     gemm,
+    gemm_parts,
     input_grad,
+    linear_backward,
     quantize_activation,
     quantize_heads,
     refresh_weight,
@@ -27,29 +39,42 @@ from samebit.kernels._ops_linear import (
 )
 
 NAME = "hopper"
+ACCUMULATES = True
+"""Whether gradients are added to the parameters' `.grad` by the operators themselves (`into`)."""
 
 __all__ = [
+    "ACCUMULATES",
     "NAME",
+    "add_rms_norm",
+    "add_rms_norm_quantize",
     "attention",
     "attention_backward",
+    "bias_grad",
     "draw",
     "embed",
     "embed_backward",
     "gemm",
+    "gemm_parts",
     "head_logits",
     "input_grad",
+    "linear_backward",
     "log_prob",
     "log_prob_backward",
+    "qk_norm_rope",
+    "qk_norm_rope_backward",
+    "qk_norm_rope_store",
     "quantize_activation",
     "quantize_heads",
     "refresh_weight",
     "residual_add",
     "rms_norm",
     "rms_norm_backward",
+    "rms_norm_quantize",
     "rotary",
     "rotary_backward",
     "sample",
     "silu_mul",
     "silu_mul_backward",
+    "silu_mul_quantize",
     "weight_grad",
 ]

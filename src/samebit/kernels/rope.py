@@ -34,8 +34,11 @@ def rotary_table(
 
 @triton.jit
 def head_rstd(x1, x2, eps, HALF: tl.constexpr):
-    """1/sqrt(mean(x^2) + eps) per head [heads, 1] of the two halves [heads, D/2]."""
-    total = tree_sum(x1 * x1 + x2 * x2)[:, None]
+    """1/sqrt(mean(x^2) + eps) per head [heads, 1] of the two halves [heads, D/2].
+
+    The sum is the tree that the norm of whole rows adds by: half a head on each side of its root.
+    """
+    total = (tree_sum(x1 * x1) + tree_sum(x2 * x2))[:, None]
     root = tl.sqrt_rn(total * (0.5 / HALF) + tl.cast(eps, tl.float32))
     return tl.div_rn(tl.full(root.shape, 1.0, tl.float32), root)
 

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from samebit.layers.functional import LinearCall, linear
 from samebit.operand import Operand, QuantizedWeight, allocate_weight
 from samebit.quant.ops import Ops
 from samebit.quant.plan import LinearShape, Plan
+from samebit.spec import Backward, Gemm
+
+Observer = Callable[[torch.Tensor, Operand], None]
+"""Called with a linear's BF16 input and the operand made of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearUse:
+    """One side's view of a linear: what its GEMMs read and where its gradients go."""
+
+    weight: QuantizedWeight
+    spec: Gemm
+    backward: Backward
+    master: nn.Parameter
+    bias_master: nn.Parameter | None
+    bias: torch.Tensor | None
+    observe: Observer | None
 
 
 class Linear(nn.Module):
@@ -18,8 +35,11 @@ class Linear(nn.Module):
 
     master: FP32 Parameter [N, K], the named parts one after the other; bias: FP32 Parameter [N] or
     None. `rollout` and `train` are the quantised weights of the two forwards: one object when their
-    precisions agree, two in a mixed recipe. Both are rewritten in place by `refresh`.
+    precisions agree, two in a mixed recipe. They and the BF16 bias are rewritten in place by
+    `refresh`.
     """
+
+    bias_bf16: torch.Tensor | None
 
     def __init__(self, shape: LinearShape, plan: Plan, bias: bool, ops: Ops, device: torch.device):
         super().__init__()
@@ -28,6 +48,8 @@ class Linear(nn.Module):
         self.rows = rows
         self.master = nn.Parameter(torch.zeros(sum(rows), shape.in_features, device=device))
         self.bias = nn.Parameter(torch.zeros(sum(rows), device=device)) if bias else None
+        rounded = None if self.bias is None else self.bias.detach().bfloat16()
+        self.register_buffer("bias_bf16", rounded, persistent=False)
         self.backward_spec = plan.recipe.backward
         self.specs = {
             "rollout": plan.recipe.rollout.gemm(shape.role),
@@ -39,24 +61,24 @@ class Linear(nn.Module):
             self.weights["rollout"] = allocate_weight(
                 rows, shape.in_features, self.specs["rollout"].rhs, device
             )
-        self.observe: Callable[[torch.Tensor, Operand], None] | None = None
+        self.observe: Observer | None = None
 
-    def forward(
-        self, x_TK: torch.Tensor, side: str, token_groups: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...]:
-        """BF16 [T, K] -> one BF16 [T, rows] per named part. side: 'rollout' or 'train'."""
-        call = LinearCall(
-            self.ops,
+    def use(self, side: str) -> LinearUse:
+        """What a forward of `side` ('rollout' or 'train') needs of this linear."""
+        return LinearUse(
             self.weights[side],
             self.specs[side],
             self.backward_spec,
-            token_groups,
+            self.master,
+            self.bias,
+            self.bias_bf16,
             self.observe,
         )
-        return linear(x_TK, self.master, self.bias, call).split(self.rows, dim=1)
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Requantise from the master into the same storage."""
         for weight in {id(w): w for w in self.weights.values()}.values():
             self.ops.refresh_weight(weight, self.master.detach())
+        if self.bias is not None and self.bias_bf16 is not None:
+            self.bias_bf16.copy_(self.bias)

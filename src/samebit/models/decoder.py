@@ -6,33 +6,31 @@ says whether QKV has a bias and whether queries and keys are normalised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-from samebit.layers.functional import (
-    attention,
-    embed,
-    log_prob,
-    quantize_qkv,
-    residual_add,
-    rms_norm,
-    rotary,
-    silu_mul,
+from samebit.layers.block import (
+    AttentionHalf,
+    ForwardCall,
+    Gain,
+    MlpHalf,
+    Recompute,
+    Tap,
+    attention_half,
+    mlp_half,
 )
+from samebit.layers.functional import add_rms_norm, embed, log_prob
 from samebit.layers.kv import AnyStore, KVStore, PageStore, page_bytes, page_size_for
 from samebit.layers.linear import Linear
 from samebit.layers.rope import rope_table
-from samebit.layout import Layout, PackedLayout
+from samebit.layout import Layout
 from samebit.models.config import ModelConfig
-from samebit.operand import allocate_weight
+from samebit.operand import Rotation, allocate_weight
 from samebit.quant.ops import Ops, get_ops
 from samebit.quant.plan import LinearShape, Plan
-from samebit.spec import BF16, Attention
-
-Tap = Callable[[str, torch.Tensor], None]
-"""Called with (operator path, its output) after every operator; see `samebit trace`."""
+from samebit.spec import BF16
 
 
 def linear_shapes(config: ModelConfig) -> tuple[LinearShape, ...]:
@@ -68,7 +66,7 @@ class Block(nn.Module):
         device: torch.device,
     ):
         super().__init__()
-        self.config, self.index, self.ops = config, index, ops
+        self.config, self.index = config, index
         path = f"layers.{index}"
 
         def make(role: str, bias: bool = False) -> Linear:
@@ -85,78 +83,43 @@ class Block(nn.Module):
         self.norm_mlp = gain(config.hidden)
         self.gate_up = make("gate_up")
         self.down = make("down")
+        for name in ("norm_attention", "query_norm", "key_norm", "norm_mlp"):
+            master = getattr(self, name)
+            rounded = None if master is None else master.detach().bfloat16()
+            self.register_buffer(f"{name}_bf16", rounded, persistent=False)
 
-    def forward(self, x: torch.Tensor, call: ForwardCall) -> torch.Tensor:
-        """Residual stream BF16 [T, hidden] -> BF16 [T, hidden]."""
-        eps, ops = self.config.rms_eps, self.ops
-        h = self._tap(call, "norm_attention", rms_norm(x, self.norm_attention, eps, ops))
-        attended = self._attend(h, call)
-        (update,) = self.out(attended, call.side, call.token_groups)
-        x = self._tap(call, "out", residual_add(x, update, ops))
-        h = self._tap(call, "norm_mlp", rms_norm(x, self.norm_mlp, eps, ops))
-        gate, up = self.gate_up(h, call.side, call.token_groups)
-        h = self._tap(call, "silu_mul", silu_mul(gate, up, ops))
-        (update,) = self.down(h, call.side, call.token_groups)
-        return self._tap(call, "down", residual_add(x, update, ops))
+    def gains(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """(master, BF16 rounding) of every norm."""
+        names = ("norm_attention", "query_norm", "key_norm", "norm_mlp")
+        masters = [(name, getattr(self, name)) for name in names]
+        return [(m, getattr(self, f"{n}_bf16")) for n, m in masters if m is not None]
 
-    def _attend(self, h: torch.Tensor, call: ForwardCall) -> torch.Tensor:
-        c, ops = self.config, self.ops
-        q, k, v = self.qkv(h, call.side, call.token_groups)
-        q, k, v = (x.unflatten(1, (-1, c.head_dim)) for x in (q, k, v))
-        if call.tap is not None:
-            self._tap(call, "qkv", torch.cat((q, k, v), 1))
-        if self.query_norm is not None and self.key_norm is not None:
-            q = rms_norm(q, self.query_norm, c.rms_eps, ops)
-            k = rms_norm(k, self.key_norm, c.rms_eps, ops)
-        q = self._tap(call, "rotary_q", rotary(q, call.cos, call.sin, ops))
-        k = self._tap(call, "rotary_k", rotary(k, call.cos, call.sin, ops))
-        scale = c.head_dim**-0.5
-        if call.cache is None:
-            assert isinstance(call.layout, PackedLayout)
-            y = attention(q, k, v, call.layout, scale, call.attention, ops)
-        else:
-            if call.attention.kv.block is not None:
-                q, k, v = quantize_qkv(q, k, v, call.attention, ops)
-            call.cache.write(self.index, call.slots, k, v)
-            keys, values = call.cache.keys[self.index], call.cache.values[self.index]
-            y, _ = ops.attention(q, keys, values, call.layout, scale, call.attention)
-        return self._tap(call, "attention", y.flatten(1))
+    def _gain(self, name: str) -> Gain | None:
+        master = getattr(self, name)
+        if master is None:
+            return None
+        return Gain(master, getattr(self, f"{name}_bf16"), self.config.rms_eps)
 
-    def _tap(self, call: ForwardCall, name: str, x: torch.Tensor) -> torch.Tensor:
-        if call.tap is not None:
-            call.tap(f"layers.{self.index}.{name}", x)
-        return x
-
-
-class ForwardCall:
-    """What every block of one forward shares."""
-
-    __slots__ = (
-        "attention",
-        "cache",
-        "cos",
-        "layout",
-        "side",
-        "sin",
-        "slots",
-        "tap",
-        "token_groups",
-    )
-
-    def __init__(
-        self,
-        layout: Layout,
-        cache: AnyStore | None,
-        side: str,
-        spec: Attention,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        tap: Tap | None,
-    ):
-        self.layout, self.cache, self.side, self.attention = layout, cache, side, spec
-        self.cos, self.sin, self.tap = cos, sin, tap
-        self.token_groups = layout.token_groups if isinstance(layout, PackedLayout) else None
-        self.slots = layout.slots if not isinstance(layout, PackedLayout) else None
+    def forward(
+        self, x: torch.Tensor, update: torch.Tensor | None, call: ForwardCall
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Residual stream and the update still to be added to it, BF16 [T, hidden] -> the same."""
+        norm_attention, norm_mlp = self._gain("norm_attention"), self._gain("norm_mlp")
+        assert norm_attention is not None and norm_mlp is not None
+        attention = AttentionHalf(
+            call,
+            self.index,
+            norm_attention,
+            self.qkv.use(call.side),
+            self._gain("query_norm"),
+            self._gain("key_norm"),
+            self.out.use(call.side),
+        )
+        x, update = attention_half(x, update, attention)
+        mlp = MlpHalf(
+            call, self.index, norm_mlp, self.gate_up.use(call.side), self.down.use(call.side)
+        )
+        return mlp_half(x, update, mlp)
 
 
 class Decoder(nn.Module):
@@ -178,6 +141,11 @@ class Decoder(nn.Module):
             Block(config, i, shapes, plan, self.ops, device) for i in range(config.layers)
         )
         self.norm_final = nn.Parameter(torch.ones(hidden, device=device))
+        self.register_buffer(
+            "norm_final_bf16", self.norm_final.detach().bfloat16(), persistent=False
+        )
+        self.recompute: Recompute = "none"
+        """What the backward makes again instead of keeping it; gradients have the same bits."""
         self.head = (
             self.embedding if config.tied else nn.Parameter(torch.zeros_like(self.embedding))
         )
@@ -205,6 +173,9 @@ class Decoder(nn.Module):
         self.version += 1
         for _, module in self.linears():
             module.refresh()
+        gains = [pair for block in self.layers for pair in block.gains()]  # type: ignore[operator]
+        gains.append((self.norm_final, self.norm_final_bf16))
+        torch._foreach_copy_([rounded for _, rounded in gains], [master for master, _ in gains])
         self.ops.refresh_weight(self.head_weight, self.head.detach())
 
     def new_cache(self, num_rows: int, page_size: int = 0) -> AnyStore:
@@ -230,15 +201,22 @@ class Decoder(nn.Module):
         side: 'train' or 'rollout', which of the plan's forwards. With a cache the layout is paged and
         K and V of the batch's rows are written to it first.
         """
-        flow = self.plan.recipe.train if side == "train" else self.plan.recipe.rollout
-        positions = layout.positions
-        call = ForwardCall(
-            layout, cache, side, flow.attention, self.cos[positions], self.sin[positions], tap
+        c, recipe = self.config, self.plan.recipe
+        flow = recipe.train if side == "train" else recipe.rollout
+        rotation = Rotation(
+            c.heads, c.kv_heads, c.head_dim, layout.positions, self.cos, self.sin, c.rms_eps
         )
-        x = embed(ids_T, self.embedding, self.ops)
+        call = ForwardCall(
+            self.ops, layout, cache, side, flow.attention, rotation, self.recompute, tap
+        )
+        x, update = embed(ids_T, self.embedding, self.ops), None
         for block in self.layers:
-            x = block(x, call)
-        return rms_norm(x, self.norm_final, self.config.rms_eps, self.ops)
+            x, update = block(x, update, call)
+        gain, rounded = self.norm_final, self.norm_final_bf16
+        y, total = add_rms_norm(x, update, gain, rounded, c.rms_eps, self.ops)
+        if tap is not None:
+            tap(f"layers.{c.layers - 1}.down", total)
+        return y
 
     def log_prob(
         self, hidden_TK: torch.Tensor, targets_T: torch.Tensor, transform: object

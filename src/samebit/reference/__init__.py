@@ -8,6 +8,18 @@ from samebit.reference.activation import silu_mul, silu_mul_backward
 from samebit.reference.attention import attention
 from samebit.reference.attention_backward import attention_backward
 from samebit.reference.embedding import embed, embed_backward
+from samebit.reference.fused import (
+    add_rms_norm,
+    add_rms_norm_quantize,
+    bias_grad,
+    gemm_parts,
+    linear_backward,
+    qk_norm_rope,
+    qk_norm_rope_backward,
+    qk_norm_rope_store,
+    rms_norm_quantize,
+    silu_mul_quantize,
+)
 from samebit.reference.gemm import gemm, input_grad, weight_grad
 from samebit.reference.head import draw, head_logits, log_prob, log_prob_backward, sample
 from samebit.reference.norm import residual_add, rms_norm, rms_norm_backward
@@ -15,29 +27,42 @@ from samebit.reference.quantize import quantize_activation, quantize_heads, refr
 from samebit.reference.rotary import rotary, rotary_backward
 
 NAME = "reference"
+ACCUMULATES = False
+"""Whether gradients are added to the parameters' `.grad` by the operators themselves (`into`)."""
 
 __all__ = [
+    "ACCUMULATES",
     "NAME",
+    "add_rms_norm",
+    "add_rms_norm_quantize",
     "attention",
     "attention_backward",
+    "bias_grad",
     "draw",
     "embed",
     "embed_backward",
     "gemm",
+    "gemm_parts",
     "head_logits",
     "input_grad",
+    "linear_backward",
     "log_prob",
     "log_prob_backward",
+    "qk_norm_rope",
+    "qk_norm_rope_backward",
+    "qk_norm_rope_store",
     "quantize_activation",
     "quantize_heads",
     "refresh_weight",
     "residual_add",
     "rms_norm",
     "rms_norm_backward",
+    "rms_norm_quantize",
     "rotary",
     "rotary_backward",
     "sample",
     "silu_mul",
     "silu_mul_backward",
+    "silu_mul_quantize",
     "weight_grad",
 ]

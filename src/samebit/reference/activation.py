@@ -15,10 +15,10 @@ def silu_mul(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
 
 def silu_mul_backward(
     dy_TF: torch.Tensor, gate_TF: torch.Tensor, up_TF: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dgate, dup), BF16."""
+) -> torch.Tensor:
+    """BF16 [T, 2F]: dgate, then dup, as the fused projection wants them."""
     dy, gate, up = dy_TF.float(), gate_TF.float(), up_TF.float()
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
     dgate = dy * up * (sigmoid + silu * (1.0 - sigmoid))
-    return dgate.bfloat16(), (dy * silu).bfloat16()
+    return torch.cat([dgate.bfloat16(), (dy * silu).bfloat16()], dim=1)

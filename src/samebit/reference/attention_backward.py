@@ -5,26 +5,30 @@ from __future__ import annotations
 import torch
 
 from samebit.layout import PackedLayout, Segment
+from samebit.operand import HeadCodes, Heads
 
 
 def attention_backward(
     dout_THD: torch.Tensor,
-    q_THD: torch.Tensor,
-    k_THD: torch.Tensor,
-    v_THD: torch.Tensor,
+    q_THD: Heads,
+    k_THD: Heads,
+    v_THD: Heads,
     out_THD: torch.Tensor,
     lse_TH: torch.Tensor,
     layout: PackedLayout,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv) BF16 of packed attention. Two partitions a segment: its own keys, and its prefix.
+    """(dq, dk, dv) BF16 of packed attention (codes: at what they dequantise to).
+
+    Two partitions a segment: its own keys, and its prefix.
 
     The backward is additive over KV partitions once each is given the global output and log-sum-exp,
     so a prompt shared by a group is visited once for all its samples together. Deterministic:
     segments are walked in order.
     """
-    group = q_THD.shape[1] // k_THD.shape[1]
-    dout, q, k, v = (x.float() for x in (dout_THD, q_THD, k_THD, v_THD))
+    heads = (x.dequantised() if isinstance(x, HeadCodes) else x for x in (q_THD, k_THD, v_THD))
+    dout, q, k, v = (x.float() for x in (dout_THD, *heads))
+    group = q.shape[1] // k.shape[1]
     delta = (dout * out_THD.float()).sum(-1)
     grads = (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
     tensors = (dout, q, k, v, lse_TH, delta)

@@ -177,7 +177,11 @@ def input_grad(dy_TN: torch.Tensor, weight: QuantizedWeight, backward: Backward)
 
 
 def weight_grad(
-    dy_TN: torch.Tensor, saved: Operand, token_groups: torch.Tensor, backward: Backward
+    dy_TN: torch.Tensor,
+    saved: Operand,
+    token_groups: torch.Tensor,
+    backward: Backward,
+    into: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """dW = dY^T X, FP32 [N, K]. FP8: both operands in 128x1 token groups, X from its saved codes."""
     spec = backward.weight_grad
@@ -187,4 +191,5 @@ def weight_grad(
         x = quantize_tokens(x, token_groups, spec.rhs)
     elif saved.scale is not None:
         x = x.bfloat16().float()
-    return dy.t() @ x
+    dw = dy.t() @ x
+    return dw if into is None else into.add_(dw)

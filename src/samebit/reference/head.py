@@ -42,16 +42,17 @@ def log_prob(
     targets_T: torch.Tensor,
     vocabulary: int,
     transform: Transform,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-prob of each target, entropy), FP32 [T] each, under the sampling transform."""
-    logps, entropies = [], []
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(log-prob of each target, entropy, log-sum-exp), FP32 [T] each, under the sampling transform."""
+    logps, entropies, normalisers = [], [], []
     for hidden, targets in zip(hidden_TK.split(CHUNK), targets_T.split(CHUNK), strict=True):
         logits = transform_logits(head_logits(hidden, head, vocabulary), transform)
         lse = log_normaliser(logits)
         logps.append(_target_log_prob(logits, lse, targets))
+        normalisers.append(lse[:, 0])
         logp = logits - lse
         entropies.append(-(torch.exp(logp) * logp.masked_fill(logp.isneginf(), 0.0)).sum(-1))
-    return torch.cat(logps), torch.cat(entropies)
+    return torch.cat(logps), torch.cat(entropies), torch.cat(normalisers)
 
 
 def _target_log_prob(
@@ -62,21 +63,29 @@ def _target_log_prob(
 
 def log_prob_backward(
     dlogp_T: torch.Tensor,
-    dentropy_T: torch.Tensor,
+    dentropy_T: torch.Tensor | None,
     hidden_TK: torch.Tensor,
     head: QuantizedWeight,
     targets_T: torch.Tensor,
     vocabulary: int,
     transform: Transform,
+    entropy_T: torch.Tensor,
+    lse_T: torch.Tensor,
+    into: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dhidden BF16 [T, K], dweight FP32 [V, K]); logits are recomputed chunk by chunk."""
+    """(dhidden BF16 [T, K], dweight FP32 [V, K]); logits are recomputed chunk by chunk.
+
+    entropy, lse: the forward's. dentropy None: nothing asks for the entropy's gradient.
+    """
+    if dentropy_T is None:
+        dentropy_T = torch.zeros_like(dlogp_T)
     inverse = 1.0 if transform.temperature in (0.0, 1.0) else 1.0 / transform.temperature
     weight_VK = _weight_fp32(head)
-    dhidden, dweight = [], torch.zeros_like(weight_VK)
+    dhidden, dweight = [], torch.zeros_like(weight_VK) if into is None else into
     for i in range(0, hidden_TK.shape[0], CHUNK):
         rows = slice(i, i + CHUNK)
         logits = transform_logits(head_logits(hidden_TK[rows], head, vocabulary), transform)
-        logp = logits - log_normaliser(logits)
+        logp = logits - lse_T[rows, None]
         p = exp(logp)
         finite = logp.masked_fill(logp.isneginf(), 0.0)
         entropy = -(p * finite).sum(-1, keepdim=True)

@@ -18,15 +18,26 @@ def rms_norm(
 
 
 def rms_norm_backward(
-    dy_TK: torch.Tensor, x_TK: torch.Tensor, gain_K: torch.Tensor, rstd_T1: torch.Tensor
+    dy_TK: torch.Tensor,
+    x_TK: torch.Tensor,
+    gain_K: torch.Tensor,
+    rstd_T1: torch.Tensor,
+    dsum_TK: torch.Tensor | None = None,
+    into: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dx BF16, dgain FP32 [K]) of `rms_norm`."""
+    """(dx BF16, dgain FP32 [K]) of `rms_norm`.
+
+    dsum: BF16 gradient that reaches x past the norm (the residual stream), added to dx.
+    """
     dy, x = dy_TK.float(), x_TK.float()
     normed = x * rstd_T1
     dgain = (dy * normed).flatten(0, -2).sum(0)
     weighted = dy * gain_K.float()
     inner = (weighted * normed).mean(-1, keepdim=True)
-    return ((weighted - normed * inner) * rstd_T1).bfloat16(), dgain
+    dx = ((weighted - normed * inner) * rstd_T1).bfloat16()
+    if dsum_TK is not None:
+        dx = dx + dsum_TK
+    return dx, dgain if into is None else into.add_(dgain)
 
 
 def residual_add(x_TK: torch.Tensor, update_TK: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,79 @@
+"""What backward passes share: where parameters' gradients go, and how a forward keeps its values.
+
+On a backend that accumulates (`ops.ACCUMULATES`) a gradient kernel adds to the leaf's `.grad` itself and
+autograd is given nothing: no second FP32 copy of a weight, no pass that adds it. Hooks on such
+parameters do not run there, and `torch.autograd.grad` does not see them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from samebit.operand import HeadCodes, Operand
+
+
+def target(ops: Any, master: torch.Tensor | None) -> torch.Tensor | None:
+    """The gradient a kernel should add to; None: it makes a fresh one."""
+    if master is None or not ops.ACCUMULATES or not master.is_leaf:
+        return None
+    return master.grad
+
+
+def deliver(
+    ops: Any, master: torch.Tensor | None, grad: torch.Tensor | None
+) -> torch.Tensor | None:
+    """What backward returns for `master`: the gradient, or None once it is in place."""
+    if master is None or grad is None or not master.requires_grad:
+        return None
+    if ops.ACCUMULATES and master.is_leaf:
+        master.grad = grad
+        return None
+    return grad
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How to put a kept value together again from `count` tensors."""
+
+    count: int
+    operand: Operand | None = None
+    codes: bool = False
+
+
+_NOTHING = torch.empty(0)
+
+
+def keep(ctx: Any, *values: Any) -> None:
+    """Save tensors, operands and head codes (None stays None) so that autograd frees them on time."""
+    tensors: list[torch.Tensor | None] = []
+    forms: list[_Form] = []
+    for value in values:
+        if isinstance(value, Operand):
+            tensors += [value.codes, value.scale]
+            forms.append(_Form(2, operand=replace(value, codes=_NOTHING, scale=None)))
+        elif isinstance(value, HeadCodes):
+            tensors += [value.codes, value.scale]
+            forms.append(_Form(2, codes=True))
+        else:
+            tensors.append(value)
+            forms.append(_Form(1))
+    ctx.save_for_backward(*tensors)
+    ctx.forms = forms
+
+
+def kept(ctx: Any) -> list[Any]:
+    """The values given to `keep`, in order."""
+    tensors, at, values = ctx.saved_tensors, 0, []
+    for form in ctx.forms:
+        parts = tensors[at : at + form.count]
+        at += form.count
+        if form.operand is not None:
+            values.append(replace(form.operand, codes=parts[0], scale=parts[1]))
+        elif form.codes:
+            values.append(HeadCodes(*parts))
+        else:
+            values.append(parts[0])
+    return values
