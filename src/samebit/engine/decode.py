@@ -180,6 +180,8 @@ class GraphStep:
         found = weight_addresses(self.eager.model)
         if found != self._addresses:
             self._graphs.clear()
+            # a pool ends with the last graph in it
+            self._pool = torch.cuda.graph_pool_handle()
             self._addresses = found
 
     def prepared(self, bucket: int, bound: int, transform: Transform) -> bool:
