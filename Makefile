@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 OUTSIDE := .venv-outside
 OUTSIDE_STAMP := $(OUTSIDE)/.installed
 
-.PHONY: demo test test-outside check setup clean
+.PHONY: demo test test-outside test-kernels check setup clean
 
 demo: $(STAMP)
 	$(BIN)/samebit train recipes/demo.toml
@@ -23,6 +23,10 @@ test: $(STAMP)
 # an environment of its own: verl's pins are not ours, and `make test` installs nothing of it
 test-outside: $(OUTSIDE_STAMP)
 	$(OUTSIDE)/bin/python -m pytest -m outside tests/rl/outside
+
+# every tile and head shape that is shipped, compiled for Hopper without one: minutes
+test-kernels: $(STAMP)
+	$(BIN)/python -m pytest -m whole tests/kernels/test_compiled.py
 
 setup: $(STAMP)
 

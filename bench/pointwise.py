@@ -18,12 +18,9 @@ import triton
 from samebit.formats import E4M3, INT8
 from samebit.kernels import activation, embed, norm, norm_backward, rope, rope_backward
 from samebit.kernels.quantize_activation import quantize_activation
-from samebit.kernels.quantize_gradient import (
-    quantize_gradient,
-    requantize_tokens,
-    token_group_table,
-)
+from samebit.kernels.quantize_gradient import quantize_gradient, token_group_table
 from samebit.kernels.quantize_row import quantize_rows
+from samebit.kernels.quantize_saved import requantize_tokens, rescale_tokens
 from samebit.kernels.quantize_weight import quantize_weight, transpose_codes
 
 BF16 = torch.bfloat16
@@ -78,6 +75,9 @@ def quantiser_cases(T: int, K: int) -> dict[str, tuple[list[Callable[[], object]
         "requantize_tokens": (
             [lambda c=c, s=s: requantize_tokens(c, s, table, K) for c, s in coded],
             2 * n + 2 * scales,
+        ),
+        "rescale_tokens": (
+            [lambda c=c, s=s: rescale_tokens(c, s, table, K) for c, s in coded], 2 * n + scales,
         ),
         "quantize_rows int8": ([lambda x=x: quantize_rows(x, INT8) for x in xs], 3 * n),
         "quantize_rows e4m3": ([lambda x=x: quantize_rows(x, E4M3) for x in xs], 3 * n),

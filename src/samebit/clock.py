@@ -25,6 +25,11 @@ class Clock:
         phase, started = self._open
         self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - started
 
+    @property
+    def open_phase(self) -> str:
+        """The phase entered last."""
+        return "rollout" if self._open is None else self._open[0]
+
     def metrics(self) -> dict[str, float]:
         """time/<phase>_s and time/step_s."""
         out = {f"time/{phase}_s": seconds for phase, seconds in self.phases.items()}

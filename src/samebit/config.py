@@ -114,6 +114,8 @@ class TrainConfig:
     """Decoupled weight decay."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; 0 never."""
+    optimizer_states: Literal["fp32", "8bit", "host"] = "fp32"
+    """AdamW's moments: 8 bytes a parameter; 2; or 8 in pinned host memory, brought in slice by slice."""
     micro_batch_tokens: int = 4096
     """Packed tokens in one forward-backward; a group is never split, so a larger one stands alone."""
     recompute: Literal["none", "codes", "mlp", "block"] = "none"

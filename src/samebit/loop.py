@@ -10,7 +10,8 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from samebit.engine.api import load_engine
 from samebit.errors import RunLeft, RunStopped
 from samebit.lock import FolderLock
 from samebit.log import MetricsLog, replace_file
-from samebit.models.config import read_json
+from samebit.models.config import read_config, read_json
 from samebit.models.decoder import Decoder
-from samebit.models.load import load_model
+from samebit.models.load import freeze, load_model, plan_for
 from samebit.models.source import fingerprint
 from samebit.models.source import resolve as resolve_model
 from samebit.models.tokenizer import Tokenizer
@@ -40,7 +41,10 @@ from samebit.signals import Signals
 from samebit.tasks.api import load_task
 from samebit.train import checkpoint
 from samebit.train.checkpoint import Progress
+from samebit.train.flops import peak_of, training_flops
 from samebit.train.invariant import apply_invariant_scale
+from samebit.train.memory import MemoryPlan, plan_memory
+from samebit.train.pack import fed_tokens
 from samebit.train.step import Trainer
 from samebit.types import Group, Prompt, Sample, Sampling
 from samebit.watchdog import Watchdog
@@ -63,7 +67,11 @@ class Run:
         set_threads(config)
         model_folder = resolve_model(config.model)
         self.fingerprint = fingerprint(model_folder)
-        self.model = load_model(model_folder, checks.recipe, choose_device(config))
+        device = choose_device(config)
+        self.memory = planned_memory(config, checks, model_folder)
+        if device.type == "cuda":
+            report.note(self.memory.describe(torch.cuda.get_device_properties(device).total_memory))
+        self.model = load_model(model_folder, checks.recipe, device)
         self._check_plan(resume)
         scale_at_start(self.model, config)
         self.tokenizer = Tokenizer(model_folder, self.model.config)
@@ -72,6 +80,8 @@ class Run:
         self.engine = load_engine(config.rollout.engine)(
             self.model, config.rollout, self.tokenizer, config.seed
         )
+        self.clock = Clock()
+        """Of the step being run."""
         self.progress = Progress()
         """The last finished step; weights and optimiser are those of its end outside an update."""
         self.pending: dict[str, float] = {}
@@ -151,8 +161,21 @@ class Run:
             self._finish_step()
         while self.progress.step < config.train.steps:
             self.signals.leave_if_asked()
-            self.pending = self.one_step()
+            with self._within_memory():
+                self.pending = self.one_step()
             self._finish_step()
+
+    @contextmanager
+    def _within_memory(self) -> Iterator[None]:
+        """Turn running out of device memory into the name of the setting to change."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            phase = self.clock.open_phase
+            raise ValueError(
+                f"the device ran out of memory in step {self.progress.step + 1}, phase {phase} "
+                f"({str(error).split('. ')[0]}): {self.memory.advice(phase)}"
+            ) from error
 
     def _finish_step(self) -> None:
         """Evaluate where due, write the step's metrics, save where due."""
@@ -185,11 +208,12 @@ class Run:
 
     def one_step(self) -> dict[str, float]:
         """One rollout and the updates on it; advances `progress`."""
-        clock = Clock()
+        clock = self.clock = Clock()
         self.watchdog.step = self.progress.step + 1
         groups, metrics, progress = self._collect(clock)
         with self.signals.shield():
             if groups:
+                self._make_room()
                 with clock("train"):
                     metrics |= self.trainer.step(groups)
                 with clock("refresh"):
@@ -200,7 +224,31 @@ class Run:
         tokens = metrics["rollout/tokens"]
         metrics["perf/rollout_tokens_per_s"] = tokens / max(1e-9, metrics["time/rollout_s"])
         metrics["perf/step_tokens_per_s"] = tokens / max(1e-9, metrics["time/step_s"])
+        if groups:
+            metrics |= self._training_rates(groups, metrics["time/train_s"])
         return metrics
+
+    def _make_room(self) -> None:
+        """Give the engine's cache back for the time of the update, on a device where it matters."""
+        if self.model.device.type == "cuda":
+            self.engine.release()
+            torch.cuda.reset_peak_memory_stats()
+
+    def _training_rates(self, groups: Sequence[Group], seconds: float) -> dict[str, float]:
+        """perf/ numbers of the update: tokens and model FLOPs a second, MFU, the peak of memory."""
+        epochs = self.config.rl.epochs
+        flops = epochs * training_flops(self.model.config, groups) / max(1e-9, seconds)
+        fed = epochs * sum(fed_tokens(g) for g in groups)
+        out = {
+            "perf/train_tokens_per_s": fed / max(1e-9, seconds),
+            "perf/train_tflops_per_s": flops / 1e12,
+        }
+        if self.model.device.type == "cuda":
+            peak = peak_of(torch.cuda.get_device_name(self.model.device))
+            if peak is not None:
+                out["perf/mfu"] = flops / peak
+            out["perf/train_memory_gib"] = torch.cuda.max_memory_allocated() / (1 << 30)
+        return out
 
     def _collect(self, clock: Clock) -> tuple[list[Group], dict[str, float], Progress]:
         """Sample until the algorithm's selection fills a step, at most its number of rounds."""
@@ -369,14 +417,21 @@ def scale_at_start(model: Decoder, config: Config) -> None:
         model.refresh()
 
 
+def planned_memory(config: Config, checks: Checks, folder: Path) -> MemoryPlan:
+    """What the run will take, from the model's shape alone."""
+    model = read_config(folder)
+    needs = checks.algorithm.needs | checks.correction.needs
+    return plan_memory(model, plan_for(checks.recipe, model), config, frozenset(needs))
+
+
 def build_trainer(model: Decoder, config: Config, checks: Checks, folder: Path) -> Trainer:
     """The trainer with whatever else its algorithm and correction need; folder: of the first policy."""
     needs = checks.algorithm.needs | checks.correction.needs
     reference = shadow = None
     if "reference" in needs:
-        reference = load_model(folder, checks.recipe, model.device)
+        reference = freeze(load_model(folder, checks.recipe, model.device))
     if "shadow" in needs:
-        shadow = load_model(folder, load_recipe("bf16"), model.device)
+        shadow = Decoder(model.config, plan_for(load_recipe("bf16"), model.config), model.device)
     return Trainer(model, config, checks.algorithm, checks.correction, reference, shadow)
 
 

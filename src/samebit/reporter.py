@@ -27,6 +27,8 @@ class Reporter:
         self._bars: Any = None
         self._tasks = 0
         self._counter: _Counter | None = None
+        self._seconds: list[float] = []
+        """Of the last few steps."""
 
     @property
     def terminal(self) -> bool:
@@ -44,9 +46,17 @@ class Reporter:
             self._stream.flush()
 
     def step(self, step: int, total: int, values: Mapping[str, Any]) -> None:
-        """A step's few numbers worth a glance."""
+        """A step's few numbers worth a glance, and how long the rest will take."""
         self._finish_counter()
-        self.note(step_line(step, total, values))
+        line = step_line(step, total, values)
+        if "time/step_s" in values:
+            self._seconds = [
+                *self._seconds[-8:],
+                values["time/step_s"] + values.get("time/eval_s", 0),
+            ]
+            left = sum(self._seconds) / len(self._seconds) * (total - step)
+            line += f"  left {format_seconds(left)}" if left else ""
+        self.note(line)
 
     def progress(self, description: str) -> Callable[[int, int, int], None]:
         """A callable for engines: (samples finished, samples asked for, tokens drawn so far)."""
@@ -176,8 +186,11 @@ _SHOWN = (
     ("clipped", "rl/clip_share_positive", "{:.1%}"),
     ("grad", "train/grad_norm", "{:.2f}"),
     ("tok/s", "perf/step_tokens_per_s", "{:.0f}"),
+    ("mfu", "perf/mfu", "{:.1%}"),
     ("s", "time/step_s", "{:.1f}"),
 )
+_PHASES = ("rollout", "reward", "forward", "backward", "optimizer")
+"""The phases of a step that are shown where they take a tenth of it."""
 
 
 def last_line(values: Mapping[str, Any]) -> str:
@@ -206,7 +219,17 @@ def step_line(step: int, total: int, values: Mapping[str, Any]) -> str:
         if key in values:
             shown = format_metric(values[key]) if form is None else form.format(values[key])
             parts.append(f"{name} {shown}")
-    return "  ".join(parts)
+    return "  ".join(parts) + phases_line(values)
+
+
+def phases_line(values: Mapping[str, Any]) -> str:
+    """` (rollout 61% backward 20%)`: where the step's time went; "" where it is not known."""
+    whole = values.get("time/step_s", 0.0)
+    shares = [
+        (p, values[f"time/{p}_s"] / whole) for p in _PHASES if whole and f"time/{p}_s" in values
+    ]
+    shown = " ".join(f"{phase} {share:.0%}" for phase, share in shares if share >= 0.1)
+    return f" ({shown})" if shown else ""
 
 
 def format_metric(value: float) -> str:

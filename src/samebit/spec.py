@@ -48,6 +48,7 @@ FP8_TOKEN_GROUP = Precision("e4m3", (1, BLOCK))
 FP8_TOKENS = Precision("e4m3", (BLOCK, 1))
 """Weight-gradient operands, groups of up to 128 tokens per feature."""
 FP8_BLOCK = Precision("e4m3", (BLOCK, BLOCK))
+"""Weights; and X of a weight gradient, up to 128 tokens x 128 features."""
 FP8_ROW = Precision("e4m3", (1, 0))
 FP8_HEAD = FP8_ROW
 """Q, K or V: one scale per token and head, so that appending to a cache never requantises."""

@@ -19,7 +19,7 @@ def test_show_prints_every_edge_and_draws(tmp_path: Path, capsys: Any):
     assert main(["flow", "show", "fp8", "--svg", str(svg)]) == 0
     text = capsys.readouterr().out
     assert "qkv             <- norm_attention  activation  e4m3[1x128] promote 128" in text
-    assert "weight gradient  e4m3[128x1] x e4m3[128x1]" in text and "\nunified\n" in text
+    assert "weight gradient  e4m3[128x1] x e4m3[128x128]" in text and "\nunified\n" in text
     words = "".join(ET.parse(svg).getroot().itertext())
     assert "W e4m3 128x128" in words and "differs" not in words
 

@@ -52,7 +52,7 @@ MODELS = {
     ),
 }  # fmt: skip
 PLAIN = Transform()
-RECIPES = ("bf16", "fp8", "fp8-bf16-backward", "int8", "fp8-row", "fp8-kv")
+RECIPES = ("bf16", "fp8", "fp8-bf16-backward", "int8", "fp8-row", "fp8-kv", "fp8-jet")
 
 
 @torch.no_grad()

@@ -1,20 +1,12 @@
 """A dense FP64 oracle for attention and small problems to try it on.
 
-Without a GPU the kernels run in Triton's interpreter, which has to be chosen before they are
-imported: import this module first.
+Import this module before any kernel: see interpreter.py.
 """
 
-import os
-
-import pytest
 import torch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton")
-
-from samebit.kernels.attention_layout import PackedLayout, PagedLayout  # noqa: E402
+import tests.kernels.interpreter  # noqa: F401
+from samebit.kernels.attention_layout import PackedLayout, PagedLayout
 
 # (start, length, prefix start, prefix length): a prompt, three samples of it, one alone.
 SEGMENTS = [(0, 37, 0, 0), (37, 50, 0, 37), (87, 1, 0, 37), (88, 130, 0, 37), (218, 70, 0, 0)]

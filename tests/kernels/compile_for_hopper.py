@@ -1,12 +1,20 @@
 """Compile launchers for sm_90 without a GPU and print what the tests check, as JSON.
 
-Run as a script: a process that interprets kernels cannot compile them.
+    python compile_for_hopper.py PART PARTS [--all]
+
+Run as a script: a process that interprets kernels cannot compile them. --all: every tile and head
+count that is shipped, not one of each kind.
 """
 
+import contextlib
 import json
 import re
 import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import triton
@@ -14,10 +22,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from samebit.formats import E4M3
-
-compiled = {}
-_run = JITFunction.run
+Job = tuple[str, Callable[[], object]]
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+HEADS = ((32, 8, 128), (16, 8, 128), (9, 3, 64), (14, 2, 64))
+"""(query heads, key/value heads, size): Qwen3-8B, Qwen3-0.6B, SmolLM2-135M, Qwen2.5-0.5B."""
 
 
 class HopperTarget:
@@ -33,53 +41,280 @@ class HopperTarget:
         return 0
 
 
-def compile_only(self, *args, grid, warmup, **options):
-    kernel = _run(self, *args, grid=grid, warmup=True, **options)
-    compiled[f"{self.__name__} {len(compiled)}"] = kernel
-    return kernel
+def gemm_jobs(every: bool) -> Iterator[Job]:
+    """Every tile that the shipped table may choose, as its launcher specialises it."""
+    from samebit.kernels import _gemm_plain as plain
+    from samebit.kernels._gemm_fast import hopper_gemm
+    from samebit.kernels._gemm_tuning import load_table
+
+    table = load_table("tuning_h200.json")
+    modes = {"fp8_block": plain.BLOCK, "fp8_wgrad": plain.BLOCK, "fp8_row": plain.ROW,
+             "int8": plain.INT8, "bf16": plain.BF16}  # fmt: skip
+    for operator, mode in modes.items():
+        entry = table["operators"][operator]
+        names = {
+            name for pairs in (entry["default"], *entry["shapes"].values()) for _, name in pairs
+        }
+        names = sorted(names)
+        if not every:
+            names = [n for n in names if n[0] == "s"][:1] + [n for n in names if n[0] != "s"][-1:]
+        for name in names:
+            yield (
+                f"gemm {operator} {name}",
+                lambda o=operator, m=mode, n=name: gemm(
+                    hopper_gemm, plain, o, m, table["tiles"][n]
+                ),
+            )
 
 
-def launch_all():
-    from samebit.kernels.activation import silu_mul_quantize
+def gemm(launch, plain, operator: str, mode: int, tile) -> None:
+    M, N, K = 256, 512, 1024
+    dtype = {plain.INT8: torch.int8, plain.BF16: BF16}.get(mode, E4M3)
+    x, w = torch.zeros(M, K, dtype=dtype), torch.zeros(N, K, dtype=dtype)
+    options = {}
+    if mode == plain.BLOCK:
+        gradient = operator == "fp8_wgrad"
+        options = {"x_scale": torch.zeros(K // 128, M).T, "w_scale_rows": 1 if gradient else 128}
+        columns = N if gradient else N // 128
+        options["w_scale"] = torch.zeros(K // 128, columns).T
+    elif mode != plain.BF16:
+        options = {"x_scale": torch.zeros(M), "w_scale": torch.zeros(N)}
+    if operator == "fp8_wgrad":
+        out, options["add"] = torch.zeros(M, N), True
+    else:
+        out, options["bias_N"] = torch.zeros(M, N, dtype=BF16), torch.zeros(N, dtype=BF16)
+    launch(x, w, out, mode, tile, promote=512 if mode == plain.ROW else 128, **options)
+
+
+FORMS = ("packed", "prefill", "decode", "plain")
+FEW = {
+    (32, 8, 128): ("packed bf16", "decode fp8"),
+    (9, 3, 64): ("prefill fp8", "decode bf16", "plain bf16"),
+}
+"""What stands for all of them: every kernel once, both head sizes, both kinds of keys."""
+
+
+def attention_jobs(every: bool) -> Iterator[Job]:
+    """Packed, paged prefill and decode with BF16 and FP8 keys, and the backward."""
+    for H, G, D in HEADS if every else FEW:
+        for form in FORMS:
+            for kind in ("bf16", "fp8"):
+                if every or f"{form} {kind}" in FEW[H, G, D]:
+                    yield (
+                        f"attention {form} {H}/{G}x{D} {kind}",
+                        (lambda a=(form, H, G, D, kind == "fp8"): attention(*a)),
+                    )
+        if every or D == 64:
+            yield f"attention backward {H}/{G}x{D}", lambda a=(H, G, D): attention_gradient(*a)
+
+
+def attention(form: str, H: int, G: int, D: int, fp8: bool) -> None:
+    from samebit.kernels import attention as module
+    from samebit.kernels.attention_layout import PackedLayout, PagedLayout
+
+    dtype, T = (E4M3 if fp8 else BF16), 256
+    q = torch.zeros(T, H, D, dtype=dtype)
+    cache_form = form in ("prefill", "decode")
+    if cache_form:
+        k = torch.zeros(64, G, 128, D, dtype=dtype).transpose(1, 2)
+        starts = None if form == "decode" else torch.arange(5, dtype=torch.int32) * 64
+        table = torch.zeros(T if form == "decode" else 4, 32, dtype=torch.int32)
+        context = torch.zeros(len(table), dtype=torch.int32)
+        layout = PagedLayout(table, context, starts, 1 if form == "decode" else 64, 4096)
+        scales = (torch.zeros(T, H), *(torch.zeros(64, G, 128).transpose(1, 2) for _ in "kv"))
+    else:
+        k = torch.zeros(T, G, D, dtype=dtype)
+        layout = PackedLayout.build([(0, 100, 0, 0), (100, 156, 0, 100)], "cpu")
+        scales = (torch.zeros(T, H), torch.zeros(T, G), torch.zeros(T, G))
+    out, lse = torch.zeros(T, H, D, dtype=BF16), torch.zeros(T, H)
+    if form == "plain":
+        module._prefill(q, k, k, scales if fp8 else (None,) * 3, layout, 0.1, out, lse)
+        return
+    named = dict(zip(("q_scale_TH", "k_scale", "v_scale"), scales, strict=True)) if fp8 else {}
+    module.attention_forward(q, k, k, layout, 0.1, out=out, lse=lse, **named)
+
+
+def attention_gradient(H: int, G: int, D: int) -> None:
+    from samebit.kernels.attention import attention_backward
+    from samebit.kernels.attention_layout import PackedLayout
+
+    layout = PackedLayout.build([(0, 100, 0, 0), (100, 156, 0, 100)], "cpu")
+    q, k = torch.zeros(256, H, D, dtype=BF16), torch.zeros(256, G, D, dtype=BF16)
+    attention_backward(q, k, k, q, torch.zeros(256, H), q, layout, 0.1)
+
+
+def head_jobs(every: bool) -> Iterator[Job]:
     from samebit.kernels.head import head_log_prob, inverse_temperature
-    from samebit.kernels.norm import rms_norm_quantize
-    from samebit.kernels.quantize_activation import quantize_activation
-    from samebit.kernels.quantize_gradient import quantize_gradient, token_group_table
-    from samebit.kernels.quantize_weight import quantize_weight
-    from samebit.kernels.rope import KeyValueStore, qk_norm_rope_store, rotary_table
+    from samebit.kernels.head_backward import HeadGradient, head_log_prob_backward
+    from samebit.kernels.head_restrict import HeadCut, scaled_logits
+    from samebit.kernels.head_tile import head_tile
     from samebit.kernels.sample import sample
 
-    x = torch.zeros(256, 1024, dtype=torch.bfloat16)
-    quantize_activation(x)
-    quantize_weight(x.float(), transposed_codes=torch.empty(1024, 256, dtype=E4M3.dtype))
-    quantize_gradient(x, token_group_table([256], "cpu"))
-    silu_mul_quantize(x, x, E4M3, keep_output=True)
-    rms_norm_quantize(x, x[0], 1e-6, E4M3, residual_TK=x, keep_output=True)
-    store = KeyValueStore.packed(256, 2, 128, True, x.device)
+    weight = torch.zeros(512, 256, dtype=BF16)
+    cut = HeadCut(torch.zeros(1024), torch.zeros(1024, dtype=torch.int32))
+
+    def all_of(T: int, cut: HeadCut | None, backward: bool = False) -> None:
+        # the tile of T tokens, on few of them
+        tile, n = head_tile(T), 16
+        hidden, target = torch.zeros(n, 256, dtype=BF16), torch.zeros(n, dtype=torch.int32)
+        inverse = inverse_temperature(1.0, n, "cpu")
+        if backward:
+            gradient = HeadGradient(inverse, inverse, inverse)
+            with contextlib.suppress(NotImplementedError):  # cuBLAS's part has no CPU form
+                head_log_prob_backward(
+                    hidden, weight, target, inverse, inverse, gradient, 500, cut=cut, tile=tile
+                )
+            return
+        head_log_prob(hidden, weight, target, inverse, 500, entropy=True, cut=cut, tile=tile)
+        keys = torch.zeros(n, 2, dtype=torch.int32)
+        sample(hidden, weight, inverse, keys, 500, cut=cut, tile=tile)
+        if cut is not None:
+            scaled_logits(hidden, weight, inverse, 500, tile=tile)
+
+    for T in (16, 32, 512, 8192) if every else (16, 8192):
+        if every or T == 16:
+            yield f"head {T}", lambda T=T: all_of(T, None)
+        if every or T > 16:
+            yield f"head {T} restricted", lambda T=T: all_of(T, cut)
+    yield "head backward", lambda: all_of(8192, None, True)
+    yield "head backward restricted", lambda: all_of(8192, cut, True)
+
+
+def pointwise_jobs(every: bool) -> Iterator[Job]:
+    from samebit.formats import E4M3 as E4M3_FORMAT
+    from samebit.formats import INT8
+    from samebit.kernels import activation, embed, norm, norm_backward, rope, rope_backward
+    from samebit.kernels.quantize_activation import quantize_activation
+    from samebit.kernels.quantize_gradient import (
+        quantize_gradient,
+        requantize_tokens,
+        token_group_table,
+    )
+    from samebit.kernels.quantize_row import quantize_rows
+    from samebit.kernels.quantize_weight import quantize_weight, transpose_codes
+
     positions = torch.zeros(256, dtype=torch.int32)
-    table = rotary_table(16, 128, 1e4, "cpu")
-    qk_norm_rope_store(x, x, x, positions, table, store, num_heads=8, norm_weights=(x[0], x[1]))
-    inverse = inverse_temperature(1.0, 256, "cpu")
-    head_log_prob(x, x, positions, inverse, 256, entropy=True)
-    sample(x[:16], x, inverse[:16], torch.zeros(16, 2, dtype=torch.int32), 256)
+    groups = token_group_table([256], "cpu")
+    for K in (1024, 576) if every else (1024,):
+        x = torch.zeros(256, K, dtype=BF16)
+        codes, scale = (
+            torch.zeros(256, -(-K // 128) * 128, dtype=E4M3),
+            torch.zeros(-(-K // 128), 256).T,
+        )
+        w = torch.zeros(512, K)
+        yield f"quantise {K}", lambda x=x: quantize_activation(x)
+        yield f"quantise gradient {K}", lambda x=x: quantize_gradient(x, groups)
+        yield f"requantise {K}", lambda c=codes, s=scale, K=K: requantize_tokens(c, s, groups, K)
+        yield f"quantise weight {K}", lambda w=w: quantize_weight(w)
+        yield (
+            f"quantise weight and transpose {K}",
+            lambda w=w, K=K: quantize_weight(
+                w, transposed_codes=torch.empty(-(-K // 128) * 128, 512, dtype=E4M3)
+            ),
+        )
+        yield (
+            f"transpose {K}",
+            lambda c=codes: transpose_codes(c, torch.empty_like(c.T.contiguous())),
+        )
+        for fmt in (E4M3_FORMAT, INT8):
+            yield f"quantise rows {K} {fmt.name}", lambda x=x, f=fmt: quantize_rows(x, f)
+            yield f"quantise weight rows {K} {fmt.name}", lambda w=w, f=fmt: quantize_rows(w, f)
+            for residual in (None, x):
+                yield f"norm and quantise {K} {fmt.name}{'' if residual is None else ' add'}", (
+                    lambda x=x, f=fmt, r=residual: norm.rms_norm_quantize(
+                        x, x[0], 1e-6, f, residual_TK=r, keep_output=True, per_row=f is INT8)
+                )  # fmt: skip
+        yield f"norm {K}", lambda x=x: norm.rms_norm(x, x[0], 1e-6)
+        yield f"add and norm {K}", lambda x=x: norm.add_rms_norm(x, x, x[0], 1e-6)
+        yield f"norm backward {K}", lambda x=x: norm_backward.rms_norm_backward(x, x, x[0], 1e-6)
+        yield f"silu {K}", lambda x=x: activation.silu_mul(x, x)
+        yield (
+            f"silu and quantise {K}",
+            lambda x=x: activation.silu_mul_quantize(x, x, E4M3_FORMAT, keep_output=True),
+        )
+        yield f"silu backward {K}", lambda x=x: activation.silu_mul_backward(x, x, x)
+        yield f"embed {K}", lambda x=x: embed.embed(positions.long(), x)
+    x = torch.zeros(256, 1024, dtype=BF16)
+    for D in (64, 128):
+        table = rope.rotary_table(16, D, 1e4, "cpu")
+        for fp8 in (False, True):
+            store = rope.KeyValueStore.packed(256, 2, D, fp8, x.device)
+            for norms in (None, (x[0, :D], x[1, :D])):
+                yield f"rope {D} {fp8} {norms is not None}", (
+                    lambda t=table, s=store, n=norms: rope.qk_norm_rope_store(
+                        x, x, x, positions, t, s, num_heads=4, norm_weights=n)
+                )  # fmt: skip
+        dy = torch.zeros(256, 4, D, dtype=BF16)
+        yield (
+            f"rope backward {D}",
+            lambda t=table, d=dy, D=D: rope_backward.rope_backward(
+                d, positions, t, x_TN=x, norm_weight=x[0, :D]
+            ),
+        )
 
 
-def report(kernel):
+def report(kernel) -> dict[str, object]:
+    """What is in the code, counted."""
+    ptx, llir = kernel.asm["ptx"], kernel.asm["llir"]
+    written = kernel.asm.get("ttir") or kernel.asm.get("source") or kernel.asm["ttgir"]
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    path = Path("kernel.cubin")
-    path.write_bytes(kernel.asm["cubin"])
-    text = subprocess.run([tool, "-sass", path], capture_output=True, text=True, check=True).stdout
-    ptx = kernel.asm["ptx"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(kernel.asm["cubin"])
+        run = subprocess.run([tool, "-sass", path], capture_output=True, text=True, check=True)
+    sass = run.stdout
     return {
-        "fused": len(re.findall(r"\bfma\.rn\.f32", ptx)),
-        "wgmma": "wgmma.mma_async" in ptx,
-        "mma_sync": "mma.sync" in ptx,
-        "stack_pointer_as_data": len(re.findall(r"(?:LOP3|PRMT|SHF)\S* R\d+, [^;]*\bR1\b", text)),
+        "written_fma": len(re.findall(r"\bmath\.fma\b|fma\.rn", str(written))),
+        "ir_fma": ir_fma(llir),
+        "ir_contract": len(re.findall(r" = f(?:mul|add|sub)[^\n]*\b(?:contract|fast)\b", llir)),
+        "ptx_fma": len(re.findall(r"^\s*(?:@\S+\s+)?(?:fma|mad)\.[^\n]*f32\b", ptx, re.MULTILINE)),
+        "ptx_exact": len(re.findall(r"\b(?:div|sqrt|rcp)\.rn", ptx)),
+        "sass_fma": len(re.findall(r"\bFFMA2?\b", sass)),
+        "wgmma": sorted(set(re.findall(r"wgmma\.mma_async\S*\.(m\d+n\d+k\d+)", ptx))),
+        "mma_sync": len(re.findall(r"^\s*(?:@\S+\s+)?mma\.sync", ptx, re.MULTILINE)),
+        "float_atomics": len(re.findall(r"\b(?:atom|red)\.[^\n]*\.(?:f16|bf16|f32|f64)", ptx)),
+        "stack_pointer_as_data": len(re.findall(r"(?:LOP3|PRMT|SHF)\S* R\d+, [^;]*\bR1\b", sass)),
+        "fusion": bool(kernel.metadata.enable_fp_fusion),
+        "shared": int(kernel.metadata.shared),
     }
 
 
-if __name__ == "__main__":
+def ir_fma(llir: str) -> int:
+    """Fused multiply-adds that somebody wrote: calls of the intrinsic, by element, and assembly.
+
+    The device library's variants that flush subnormals are there too, on a branch never taken.
+    """
+    calls = re.findall(r"call [^\n]*@llvm\.(?:nvvm\.fma\.rn\.f|fma\.(?:v(\d+))?f32)\(", llir)
+    written = len(re.findall(r"asm [^\n]*fma\.rn", llir))
+    return sum(int(width or 1) for width in calls) + written
+
+
+def main() -> None:
+    part, parts = int(sys.argv[1]), int(sys.argv[2])
+    every = "--all" in sys.argv
+    compiled: dict[str, dict[str, object]] = {}
+    current = ""
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **options):
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        name = f"{self.__name__} ({current})"
+        if name not in compiled:
+            compiled[name] = report(kernel)
+        return kernel
+
     driver.set_active(HopperTarget())
     JITFunction.run = compile_only
-    launch_all()
-    print(json.dumps({name: report(kernel) for name, kernel in compiled.items()}))  # noqa: T201
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132)
+    from samebit.kernels import attention, attention_gradient
+
+    attention.on_card = attention_gradient.on_card = lambda x: True
+    makers = (gemm_jobs, attention_jobs, head_jobs, pointwise_jobs)
+    jobs = [job for make in makers for job in make(every)]
+    for current, job in jobs[part::parts]:  # noqa: B007
+        job()
+    print(json.dumps(compiled))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

@@ -1,19 +1,13 @@
 """The definitions that the pointwise kernels are held to, in plain torch, and awkward inputs.
 
-Without a GPU the kernels run in Triton's interpreter, which has to be chosen before they are
-imported: import this module first.
+Import this module before any kernel: see interpreter.py.
 """
 
-import os
-
-import pytest
 import torch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton")
+from tests.kernels.interpreter import DEVICE
 
+__all__ = ["DEVICE"]
 FLOOR = 2.0**-100
 BF16 = torch.bfloat16
 
@@ -69,6 +63,20 @@ def token_blocks(x_TN, table):
         codes.append(pad_to(e4m3_bytes(group, scale), 128, 1).t())
         scales.append(scale)
     return pad_to(torch.cat(codes, 1), 128, 1), torch.stack(scales)
+
+
+def rescaled_blocks(codes_TK, scale_TG, table):
+    """(bytes [Kp, 128*groups], scales [groups, G]) of saved codes under each block's largest scale."""
+    codes, scale = codes_TK.cpu().float(), scale_TG.cpu()
+    parts, scales = [], []
+    for first, rows in table.tolist():
+        own = scale[first : first + rows]
+        largest = own.amax(0)
+        ratio = (own / largest).repeat_interleave(128, 1)
+        moved = e4m3_bytes(codes[first : first + rows] * ratio, torch.ones(1))
+        parts.append(pad_to(moved, 128, 1).t())
+        scales.append(largest)
+    return torch.cat(parts, 1), torch.stack(scales)
 
 
 def rows_of(x_RK, largest):

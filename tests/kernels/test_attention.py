@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.kernels.attention_oracle import (
-    DEVICE,
     SEGMENTS,
     chunk,
     decode_step,
@@ -17,6 +16,7 @@ from tests.kernels.attention_oracle import (
     quantise,
     to_pages,
 )
+from tests.kernels.interpreter import DEVICE
 
 from samebit.kernels import attention as module  # isort: skip
 from samebit.kernels import attention_gradient as gradient  # isort: skip

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-pytest.importorskip("triton")
+from tests.kernels.interpreter import DEVICE
 
 SCRIPT = """
 import torch
@@ -58,12 +54,7 @@ assert torch.equal(fp8_block_wgrad(dy, sdy, x, blocks), fp8_block_wgrad(dy, sdy,
 """
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu holds these on a card")
 @pytest.mark.parametrize("script", [SCRIPT, GRADIENT], ids=["forward", "gradient"])
 def test_plain_kernel_in_the_interpreter(script):
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
-    )
-    if "only 0-dimensional arrays" in done.stderr:
-        pytest.skip("this triton's interpreter does not know this numpy")
-    assert done.returncode == 0, done.stderr[-2000:]
+    exec(script, {})

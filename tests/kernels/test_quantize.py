@@ -7,20 +7,21 @@ from tests.kernels.pointwise_oracle import (
     DEVICE,
     awkward,
     blocks,
+    rescaled_blocks,
     rows_of,
     same_bits,
     token_blocks,
     weight_blocks,
 )
 
+from samebit import reference  # isort: skip
 from samebit.formats import E4M3, INT8  # isort: skip
+from samebit.reference.quantize import rescale_tokens as rescale_tokens_reference  # isort: skip
+from samebit.spec import FP8_TOKEN_GROUP  # isort: skip
 from samebit.kernels.quantize_activation import quantize_activation  # isort: skip
-from samebit.kernels.quantize_gradient import (  # isort: skip
-    quantize_gradient,
-    requantize_tokens,
-    token_group_table,
-)
+from samebit.kernels.quantize_gradient import quantize_gradient, token_group_table  # isort: skip
 from samebit.kernels.quantize_row import quantize_rows  # isort: skip
+from samebit.kernels.quantize_saved import requantize_tokens, rescale_tokens  # isort: skip
 from samebit.kernels.quantize_weight import quantize_weight, transpose_codes  # isort: skip
 
 
@@ -88,6 +89,27 @@ def test_requantize_tokens():
     values = codes.cpu().float() * scale.cpu().repeat_interleave(128, 1)
     expected = token_blocks(values[:, :200], table)
     assert equal(*requantize_tokens(codes, scale, table, 200), expected)
+
+
+@pytest.mark.parametrize("lengths", [[33, 25], [1, 57], [2, 3, 53]])
+def test_rescale_tokens(lengths):
+    x = awkward(70, 200)[12:].contiguous()
+    x[:, 128:] *= 2.0 ** torch.randint(-9, 9, (58, 1), device=DEVICE)
+    x[40, 130] = float("nan")
+    codes, scale = quantize_activation(x)
+    table = token_group_table(lengths, DEVICE)
+    expected = rescaled_blocks(codes, scale, table)
+    assert equal(*rescale_tokens(codes, scale, table, 200), expected)
+
+
+def test_rescaled_values_are_the_reference_s():
+    x = awkward(70, 200)[12:]
+    saved = reference.quantize_activation(x, FP8_TOKEN_GROUP)
+    table = token_group_table([33, 25], DEVICE)
+    codes, scale = rescale_tokens(saved.codes, saved.scale, table, 200)
+    values = codes.float() * scale.t().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    mine = torch.cat([values[:200, :33], values[:200, 128:153]], 1).t()
+    assert same_bits(mine.contiguous(), rescale_tokens_reference(saved, table))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -45,14 +45,17 @@ def test_a_library_gemm_is_unified_with_nothing_and_changes_no_other_plan_s_dige
         replace(load_recipe("fp8").train.qkv, library=True)
 
 
-def test_jet_rl_s_flow_is_the_paper_s():
-    recipe = load_recipe("fp8")
+@pytest.mark.parametrize(
+    ("name", "x_block"), [("fp8", "128x128"), ("fp8-kv", "128x128"), ("fp8-jet", "128x1")]
+)
+def test_jet_rl_s_flow_but_for_the_weight_gradient_s_x(name, x_block):
+    recipe = load_recipe(name)
     for role in ("qkv", "out", "gate_up", "down"):
         assert str(recipe.train.gemm(role)) == "e4m3[1x128] x e4m3[128x128]"
         assert recipe.rollout.gemm(role) == recipe.train.gemm(role)
     assert recipe.train.gemm("head") == GEMM_BF16
     assert str(recipe.backward.input_grad) == "e4m3[1x128] x e4m3[128x128]"
-    assert str(recipe.backward.weight_grad) == "e4m3[128x1] x e4m3[128x1]"
+    assert str(recipe.backward.weight_grad) == f"e4m3[128x1] x e4m3[{x_block}]"
     assert str(recipe.backward.saved) == "e4m3[1x128]"
 
 

@@ -107,7 +107,7 @@ def test_bias_is_added_before_the_one_rounding():
     assert torch.equal(got, exact.float().bfloat16())
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp8", "fp8-bf16-backward", "fp8-row", "int8"])
+@pytest.mark.parametrize("name", ["bf16", "fp8", "fp8-jet", "fp8-bf16-backward", "fp8-row", "int8"])
 @pytest.mark.parametrize("tokens", [1, 15, 17, 130])
 def test_gradients_are_those_of_the_dequantised_operands(name, tokens):
     recipe = load_recipe(name)

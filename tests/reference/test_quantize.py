@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samebit.formats import AMAX_FLOOR, E4M3, INT8
-from samebit.operand import QuantizedWeight, allocate_weight
+from samebit.operand import Operand, QuantizedWeight, allocate_weight
 from samebit.reference.quantize import (
     dequantize,
     dequantize_weight,
@@ -18,6 +18,7 @@ from samebit.reference.quantize import (
     quantize_matrix,
     quantize_tokens,
     refresh_weight,
+    rescale_tokens,
     scale_of,
 )
 from samebit.spec import BF16, FP8_BLOCK, FP8_ROW, FP8_TOKEN_GROUP, FP8_TOKENS, INT8_ROW, Precision
@@ -175,6 +176,42 @@ def test_token_groups_do_not_see_other_segments():
     assert torch.equal(both[:4], again[:4])
     alone = quantize_tokens(x[4:], torch.tensor([[0, 6]], dtype=torch.int32), FP8_TOKENS)
     assert torch.equal(both[4:], alone)
+
+
+def test_a_block_of_tokens_by_hand():
+    x = torch.zeros(3, 256)
+    x[0, 0], x[1, 127], x[1, 1], x[2, 128] = 7.0, -28.0, 0.03125, 3.5
+    groups = torch.tensor([[0, 2], [2, 1]], dtype=torch.int32)
+    got = quantize_tokens(x, groups, FP8_BLOCK)
+    # scale 28/448 = 1/16: 0.03125 is 0.5 scales, a code; the second group has its own scale
+    assert torch.equal(got, x)
+    x[1, 1] = 2.0**-15  # 2^-11 scales: a quarter of the smallest code
+    assert float(quantize_tokens(x, groups, FP8_BLOCK)[1, 1]) == 0.0
+
+
+def test_rescaled_codes_by_hand():
+    codes = torch.zeros(4, 256)
+    codes[0, :2] = torch.tensor([448.0, 2.0**-9])
+    codes[1, :4] = torch.tensor([448.0, -5.0, 2.0**-9, 3 * 2.0**-9])
+    codes[2, :2], codes[3, 128] = 1.0, 448.0
+    scale = torch.tensor([[2.0, 1.0], [0.5, 1.0], [8.0, 1.0], [1.0, 3.0]])
+    saved = Operand(codes.to(E4M3.dtype), scale, FP8_TOKEN_GROUP, 200)
+    got = rescale_tokens(saved, torch.tensor([[0, 2], [2, 2]], dtype=torch.int32))
+    assert got.shape == (4, 200)
+    assert got[0, :2].tolist() == [896.0, 2.0**-8]  # the largest scale of its group: unchanged
+    # codes times 1/4: 112; -1.25; 2^-11 and 3 * 2^-11 round to 0 and to 2^-9
+    assert got[1, :4].tolist() == [224.0, -2.5, 0.0, 2.0**-8]
+    assert got[2, :2].tolist() == [8.0, 8.0] and float(got[3, 128]) == 448.0 * 3.0
+
+
+def test_a_bad_token_spoils_its_block_and_no_other():
+    x = torch.randn(6, 300).bfloat16()
+    x[1, 130] = math.inf
+    saved = quantize_activation(x, FP8_TOKEN_GROUP)
+    got = rescale_tokens(saved, torch.tensor([[0, 3], [3, 3]], dtype=torch.int32))
+    bad = torch.zeros(6, 300, dtype=torch.bool)
+    bad[:3, 128:256] = True
+    assert torch.equal(got.isnan(), bad)
 
 
 def test_codes_come_from_the_master_not_from_its_bf16_export():

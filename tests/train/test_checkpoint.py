@@ -23,22 +23,24 @@ def folder(tmp_path_factory):
     return tiny_folder(tmp_path_factory.mktemp("ckpt"), "llama", layers=1)
 
 
-def build(folder, recipe: str = "fp8", **kwargs) -> Trainer:
-    return trainer_for(load_model(folder, load_recipe(recipe)), config_for(), **kwargs)
+def build(folder, recipe: str = "fp8", states: str = "fp32", **kwargs) -> Trainer:
+    config = config_for(optimizer_states=states)
+    return trainer_for(load_model(folder, load_recipe(recipe)), config, **kwargs)
 
 
 def bits(trainer: Trainer) -> torch.Tensor:
     return torch.cat([p.detach().flatten().clone() for p in trainer.parameters().values()])
 
 
-def test_stopping_and_resuming_changes_no_bit(folder, tmp_path):
-    unbroken = build(folder, algorithm="ppo")
+@pytest.mark.parametrize("states", ["fp32", "8bit", "host"])
+def test_stopping_and_resuming_changes_no_bit(folder, tmp_path, states):
+    unbroken = build(folder, algorithm="ppo", states=states)
     for step in range(3):
         unbroken.step(rollout(unbroken.model, first_id=100 * step))
-    first = build(folder, algorithm="ppo")
+    first = build(folder, algorithm="ppo", states=states)
     first.step(rollout(first.model, first_id=0))
     checkpoint.save(tmp_path, first, Progress(1, 4, 12), 2, ABOUT)
-    second = build(folder, algorithm="ppo")
+    second = build(folder, algorithm="ppo", states=states)
     progress = checkpoint.restore(checkpoint.newest(tmp_path), second, ABOUT)
     assert progress == Progress(1, 4, 12)
     assert torch.equal(bits(first), bits(second)) and first.model.version == second.model.version
@@ -46,6 +48,14 @@ def test_stopping_and_resuming_changes_no_bit(folder, tmp_path):
         metrics = second.step(rollout(second.model, first_id=100 * step))
         assert metrics["mismatch/tokens_differing"] == 0 and metrics["mismatch/stale_tokens"] == 0
     assert torch.equal(bits(unbroken), bits(second))
+
+
+def test_moments_of_another_kind_are_refused_by_the_setting_s_name(folder, tmp_path):
+    trainer = build(folder, states="8bit")
+    trainer.step(rollout(trainer.model))
+    path = checkpoint.save(tmp_path, trainer, Progress(1), 2, ABOUT)
+    with pytest.raises(ValueError, match="optimizer_states = '8bit', this run has 'fp32'"):
+        checkpoint.restore(path, build(folder), ABOUT)
 
 
 def test_reloaded_codes_are_the_same_bytes(folder, tmp_path):

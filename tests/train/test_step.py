@@ -185,7 +185,7 @@ def test_every_correction_is_an_exact_no_op_in_a_unified_recipe(folder, correcti
 def test_a_mixed_recipe_s_old_policy_is_the_training_forward_at_the_old_weights(folder):
     trainer = build(folder, "int8-rollout", correction="tis", rl={"epochs": 2})
     groups = rollout(trainer.model)
-    prepared = trainer._prepare(groups)
+    prepared = trainer._prepare(groups, trainer._pack(groups, range(len(groups))))
     batch = pack_part(groups, range(len(groups)), 4096, trainer.model.device)[0]
     with torch.no_grad():
         want, _, _ = trainer.scorer.forward(trainer.model, batch)

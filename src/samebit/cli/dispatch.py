@@ -22,6 +22,7 @@ COMMANDS = {
     "flow": "show a recipe's precision flow, or what differs between two",
     "check": "what this machine can do, and the parity chain on it",
     "replay": "run the step that a stopped run left in repro/step_N again, and compare",
+    "bench": "measure kernels, rollout or a training step on a Hopper GPU, row by row",
     "trace": "digests of every operator on both sides; names the first that differs",
 }
 

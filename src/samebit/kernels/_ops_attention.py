@@ -42,6 +42,12 @@ def packed(layout: PackedLayout) -> kernel_layout.PackedLayout:
     return layout.derived("attention", make)
 
 
+def prepare_packed(layout: PackedLayout) -> None:
+    """Put on the device now what a training step reads of a layout: a copy later would wait for it."""
+    packed(layout)
+    assert layout.positions.is_cuda == layout.token_groups.is_cuda
+
+
 def paged(layout: PagedLayout) -> kernel_layout.PagedLayout:
     """The kernels' form of a paged layout, made once (one copy to the host if it was built there).
 

@@ -13,8 +13,9 @@ from samebit.kernels.gemm_fp8_row import fp8_row_gemm
 from samebit.kernels.gemm_fp8_wgrad import fp8_block_wgrad
 from samebit.kernels.gemm_int8 import int8_gemm
 from samebit.kernels.quantize_activation import quantize_activation as quantize_groups
-from samebit.kernels.quantize_gradient import quantize_gradient, requantize_tokens
+from samebit.kernels.quantize_gradient import quantize_gradient
 from samebit.kernels.quantize_row import quantize_rows
+from samebit.kernels.quantize_saved import requantize_tokens, rescale_tokens
 from samebit.kernels.quantize_weight import quantize_weight, transpose_codes
 from samebit.operand import HeadCodes, Operand, QuantizedWeight, pad_to_block
 from samebit.spec import Backward, Gemm, Precision
@@ -194,7 +195,7 @@ def weight_grad(
 ) -> torch.Tensor:
     """dW = dY^T X, FP32 [N, K], added to `into` when given.
 
-    FP8: both operands in 128x1 token groups, X from its saved codes.
+    FP8: dY in 128x1 token groups; X from its saved codes, 128x1 or 128x128.
     """
     if backward.weight_grad.lhs.block is None:
         x_TK = saved.codes
@@ -208,15 +209,16 @@ def weight_grad(
         return into
     _check_weight_grad(saved, backward)
     _, _, dy_NT, dy_scale_GN = quantize_gradient(dy_TN.contiguous(), token_groups)
-    return _weight_grad(dy_NT[: dy_TN.shape[1]], dy_scale_GN, saved, token_groups, into)
+    return _weight_grad(dy_NT[: dy_TN.shape[1]], dy_scale_GN, saved, token_groups, backward, into)
 
 
 def _check_weight_grad(saved: Operand, backward: Backward) -> None:
     spec = backward.weight_grad
-    if spec.lhs.block != (BLOCK, 1) or saved.precision.block not in (None, GROUPS):
+    known = spec.lhs.block == (BLOCK, 1) and spec.rhs.block in ((BLOCK, 1), (BLOCK, BLOCK))
+    if not known or saved.precision.block != GROUPS:
         raise ValueError(
             f"the Hopper kernels have no weight gradient {spec} from a saved {saved.precision}; use "
-            "e4m3 128x1 from BF16 or e4m3 1x128, or BF16"
+            "e4m3 128x1 by 128x128 or 128x1 from a saved e4m3 1x128, or BF16"
         )
 
 
@@ -225,13 +227,14 @@ def _weight_grad(
     dy_scale_GN: torch.Tensor,
     saved: Operand,
     token_groups: torch.Tensor,
+    backward: Backward,
     into: torch.Tensor | None,
 ) -> torch.Tensor:
     """The product of codes along tokens; dY's are given for the logical outputs only."""
-    if saved.scale is None:
-        _, _, x_KT, x_scale_GK = quantize_gradient(saved.codes.contiguous(), token_groups)
-    else:
-        x_KT, x_scale_GK = requantize_tokens(saved.codes, saved.scale, token_groups, saved.features)
+    assert saved.scale is not None
+    tiles = backward.weight_grad.rhs.block == (BLOCK, BLOCK)
+    bring = rescale_tokens if tiles else requantize_tokens
+    x_KT, x_scale_GK = bring(saved.codes, saved.scale, token_groups, saved.features)
     x_KT = x_KT[: saved.features]
     return fp8_block_wgrad(
         dy_NT, dy_scale_GN.t(), x_KT, x_scale_GK.t(), into, accumulate=into is not None
@@ -264,7 +267,7 @@ def linear_backward(
         rows = _logical_rows(weight)
         dy_NT = dy_NT.view(torch.uint8).index_select(0, rows).view(dy_NT.dtype)
         dy_scale_GN = dy_scale_GN.index_select(1, rows)
-    return dx, _weight_grad(dy_NT, dy_scale_GN, saved, token_groups, into)
+    return dx, _weight_grad(dy_NT, dy_scale_GN, saved, token_groups, backward, into)
 
 
 def bias_grad(dy_TN: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:

@@ -23,6 +23,7 @@ from samebit.kernels.quantize_common import (
 from samebit.kernels.quantize_row import quantize_rows
 
 ROWS = 32
+WARPS = 4
 
 
 @triton.jit
@@ -59,7 +60,7 @@ def _silu_mul_kernel(
     if CODES:
         y = y.to(tl.float32)
         bits = tl.max(magnitude_bits(y), axis=1, keep_dims=True)
-        codes, scale = block_codes(y, bits)
+        codes, scale = block_codes(y, bits, True)
         tl.store(codes_ptr + t[:, None] * codes_stride + f[None, :], codes, mask=rows[:, None])
         address = scale_ptr + t * scale_stride_t + g * scale_stride_g
         tl.store(address, tl.reshape(scale, (ROWS,)), mask=rows)
@@ -126,7 +127,7 @@ def _forward(
         CODES=blocks,
         ROWS=ROWS,
         BLOCK=BLOCK,
-        num_warps=4,
+        num_warps=WARPS,
         **NUMERIC_OPTIONS,
     )
     return y, codes, scale
@@ -193,7 +194,7 @@ def silu_mul_backward(
         F,
         ROWS=ROWS,
         BLOCK=BLOCK,
-        num_warps=4,
+        num_warps=WARPS,
         **NUMERIC_OPTIONS,
     )
     return dgate_TF, dup_TF

@@ -58,15 +58,16 @@ def attention_backward(
     delta = torch.empty((H, T), dtype=torch.float32, device=q_THD.device)
     lse = torch.empty_like(delta)
     attention_delta_kernel[(triton.cdiv(T, 64), H)](
-        out_THD, dout_THD, lse_TH, lse, delta, T, scale, H=H, D=D, TOKENS=64, num_warps=4
-    )
+        out_THD, dout_THD, lse_TH, lse, delta, T, scale, H=H, D=D, TOKENS=64, num_warps=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
     part_shape = (max(layout.num_partial_rows, 1), G, D)
     dk_part = torch.empty(part_shape, dtype=torch.float32, device=q_THD.device)
     dv_part = torch.empty_like(dk_part)
     outputs = (dk, dv, dk_part, dv_part, layout.segments, layout.backward_items, T, scale)
     key_grid = (layout.backward_items.shape[0] * G, triton.cdiv(layout.max_length, 128))
     query_grid = (layout.segments.shape[0] * H, triton.cdiv(layout.max_length, 128))
-    heads = {"H": H, "G": G, "D": D}
+    heads = {"H": H, "G": G, "D": D, "enable_fp_fusion": False}
     if on_card(q_THD):
         q_rows, do_rows, k_rows, v_rows = (
             rows_descriptor(x, 64) for x in (q_THD, dout_THD, k_SGD, v_SGD)
@@ -134,5 +135,6 @@ def attention_backward(
             GD=G * D,
             COLUMNS=triton.next_power_of_2(G * D),
             num_warps=4,
+            enable_fp_fusion=False,
         )
     return dq, dk, dv

@@ -111,12 +111,12 @@ def _rms_norm_kernel(
         y = tl.where(inside, y.to(tl.float32), 0.0)
         bits = tl.max(magnitude_bits(y), axis=1, keep_dims=True)
         if CODES == BLOCK_E4M3:
-            codes, scale = block_codes(y, bits)
+            codes, scale = block_codes(y, bits, True)
             address = scale_ptr + t * scale_stride_t + g * scale_stride_g
             tl.store(address, tl.reshape(scale, (GROUPS,)), mask=g * BLOCK < K)
         else:
             bits = tl.max(bits, axis=0, keep_dims=True)
-            codes, scale = row_codes(y, bits, CODES == ROW_INT8)
+            codes, scale = row_codes(y, bits, CODES == ROW_INT8, True)
             tl.store(scale_ptr + t * scale_stride_t + tl.arange(0, 1), tl.reshape(scale, (1,)))
         tl.store(codes_ptr + t * codes_stride + k, codes, mask=k < K_PADDED)
 

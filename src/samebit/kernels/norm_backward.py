@@ -7,11 +7,19 @@ import triton
 import triton.language as tl
 
 from samebit.formats import BLOCK
-from samebit.kernels.norm import row_rstd, row_sum, row_tile
+from samebit.kernels.norm import row_tile
 from samebit.kernels.quantize_common import NUMERIC_OPTIONS, fold_rows, round_to_bf16
 
-PROGRAMS = 1056
-"""Row chunks at most (eight a multiprocessor on an H200), fixed: the sum's order depends on it."""
+WARPS_PER_TILE = 2
+REGISTERS = None
+STAGES = 3
+PROGRAMS = 264
+"""Row chunks at most (two a multiprocessor on an H200), fixed: the sum's order depends on it."""
+
+
+@triton.jit
+def _add_both(a1, a2, b1, b2):
+    return a1 + b1, a2 + b2
 
 
 @triton.jit
@@ -30,22 +38,27 @@ def _rms_norm_backward_kernel(
     ADD: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     program = tl.program_id(0)
     k = tl.arange(0, GROUPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = k < K
-    weight = tl.load(weight_ptr + k, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + k, mask=inside, other=0.0)
     dweight = tl.zeros((GROUPS, BLOCK), dtype=tl.float32)
     first = program * rows
-    for i in range(0, tl.minimum(rows, T - first)):
+    for i in tl.range(0, tl.minimum(rows, T - first), num_stages=STAGES):
         t = (first + i).to(tl.int64)
         x = tl.load(x_ptr + t * x_stride + k, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + t * K + k, mask=inside, other=0.0).to(tl.float32)
-        rstd = row_rstd(x, K, eps, GROUPS, BLOCK)
+        scaled = dy * weight.to(tl.float32)
+        # Both sums at once, and in the compiler's order: gradients promise determinism only.
+        squares, dot = tl.reduce((x * x, scaled * x), 1, _add_both)
+        squares, dot = tl.reduce((squares, dot), 0, _add_both)
+        mean = tl.div_rn(squares, tl.cast(K, tl.float32))
+        root = tl.sqrt_rn(mean + tl.cast(eps, tl.float32))
+        rstd = tl.div_rn(tl.full((), 1.0, tl.float32), root)
         normed = x * rstd
-        scaled = dy * weight
-        dot = row_sum(scaled * normed, GROUPS, BLOCK)
-        dx = (scaled - normed * (dot / K)) * rstd
+        dx = (scaled - normed * (dot * rstd / K)) * rstd
         if ADD:
             dx += tl.load(dsum_ptr + t * K + k, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx_ptr + t * K + k, round_to_bf16(dx), mask=inside)
@@ -133,7 +146,9 @@ def rms_norm_backward(
         ADD=dsum_TK is not None,
         GROUPS=tile.groups,
         BLOCK=BLOCK,
-        num_warps=min(2 * tile.num_warps, 8),
+        STAGES=STAGES,
+        num_warps=WARPS_PER_TILE * tile.num_warps,
+        maxnreg=REGISTERS,
         **NUMERIC_OPTIONS,
     )
     return dx, column_sum(partial, dweight_K)

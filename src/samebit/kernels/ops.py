@@ -4,7 +4,7 @@ Rows keep their bits whatever the batch, the layout or the tile; what a kernel d
 a ValueError that names it, never another path.
 """
 
-from samebit.kernels._ops_attention import attention, attention_backward
+from samebit.kernels._ops_attention import attention, attention_backward, prepare_packed
 from samebit.kernels._ops_elementwise import (
     embed,
     embed_backward,
@@ -60,6 +60,7 @@ __all__ = [
     "linear_backward",
     "log_prob",
     "log_prob_backward",
+    "prepare_packed",
     "qk_norm_rope",
     "qk_norm_rope_backward",
     "qk_norm_rope_store",

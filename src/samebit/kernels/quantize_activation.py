@@ -17,6 +17,7 @@ from samebit.kernels.quantize_common import (
 
 ROWS = 32
 """Tokens per program; a group's result depends on its own elements only."""
+WARPS = 4
 
 
 @triton.jit
@@ -41,7 +42,7 @@ def _quantize_activation_kernel(
     x = tl.load(x_ptr + t[:, None] * x_stride + k[None, :], mask=inside, other=0.0)
     x = x.to(tl.float32)
     bits = tl.max(magnitude_bits(x), axis=1)
-    codes, scale = block_codes(x, bits[:, None])
+    codes, scale = block_codes(x, bits[:, None], x_ptr.dtype.element_ty == tl.bfloat16)
     tl.store(codes_ptr + t[:, None] * codes_stride + k[None, :], codes, mask=rows[:, None])
     scale_row = tl.reshape(scale, (ROWS,))
     tl.store(scale_ptr + t * scale_stride_t + g * scale_stride_g, scale_row, mask=rows)
@@ -77,7 +78,7 @@ def quantize_activation(
         K,
         ROWS=ROWS,
         BLOCK=BLOCK,
-        num_warps=4,
+        num_warps=WARPS,
         **NUMERIC_OPTIONS,
     )
     return codes, scale

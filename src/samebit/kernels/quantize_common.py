@@ -6,7 +6,9 @@ scale is NaN has the codes 0x7F (e4m3) or 0 (INT8).
 
 The quotient is the correctly rounded one without a division per element: with r = RN(1/s), two
 steps q -= (q*s - x) * r end in RN(x/s) (Markstein, "IA-64 and Elementary Functions", theorem 8.1);
-groups with a tiny scale are first multiplied by 2^64, so that no remainder is subnormal.
+groups with a tiny scale are first multiplied by 2^64, so that no remainder is subnormal. Where x and
+amax are BF16, one step without that factor gives the same codes: there are few enough pairs to try
+them all (tests/gpu/test_quantize_gpu.py), so such callers say BF16=True.
 
 Triton's interpreter casts to e4m3 and BF16 wrongly and does not fuse `fma`, so there (and only
 there) the same values come from integer arithmetic and a plain IEEE division.
@@ -24,6 +26,11 @@ NATIVE = tl.constexpr(not triton.knobs.runtime.interpret)
 FLOOR = tl.constexpr(AMAX_FLOOR)
 E4M3_LARGEST = tl.constexpr(448.0)
 INT8_LARGEST = tl.constexpr(127.0)
+FLOOR_BITS = tl.constexpr(0x0D800000)
+RECIPROCAL_448_HIGH = tl.constexpr(float.fromhex("0x1.24924a0000000p-9"))
+RECIPROCAL_448_LOW = tl.constexpr(float.fromhex("-0x1.b6db6e0000000p-34"))
+RECIPROCAL_127_HIGH = tl.constexpr(float.fromhex("0x1.02040a0000000p-7"))
+RECIPROCAL_127_LOW = tl.constexpr(float.fromhex("-0x1.efdfc00000000p-31"))
 NUMERIC_OPTIONS = {"enable_fp_fusion": False}
 """Launch options of every kernel here: multiply and add are fused only where `fma` is written."""
 
@@ -51,47 +58,78 @@ def magnitude_bits(x):
 
 @triton.jit
 def corrected(q, dividend, divisor, inverse):
-    """RN(dividend / divisor) from a quotient estimate and inverse = RN(1 / divisor)."""
-    # The remainder is q*s - x, not x - q*s: so a zero quotient keeps its sign.
-    q = tl.fma(tl.fma(divisor, q, -dividend), -inverse, q)
-    return tl.fma(tl.fma(divisor, q, -dividend), -inverse, q)
+    """One step from a quotient estimate towards RN(dividend / divisor); inverse = RN(1 / divisor)."""
+    # The remainder is q*s - x, not x - q*s: so a zero quotient keeps its sign. In assembly because
+    # Triton's minus is a subtraction from zero, an instruction of its own.
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 r, n, m; neg.f32 n, $2; neg.f32 m, $4; "
+        "fma.rn.f32 r, $3, $1, n; fma.rn.f32 $0, r, m, $1; }",
+        "=f,f,f,f,f", [q, dividend, divisor, inverse], dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
 def reciprocal(x):
     """RN(1 / x) of normal x whose reciprocal is normal: two Newton steps from the hardware's."""
-    r = tl.inline_asm_elementwise(
-        "rcp.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
-    one = tl.full(x.shape, 1.0, tl.float32)
-    r = tl.fma(tl.fma(-x, r, one), r, r)
-    return tl.fma(tl.fma(-x, r, one), r, r)
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 r, e, n, one; neg.f32 n, $1; mov.f32 one, 0f3F800000; rcp.approx.ftz.f32 r, $1; "
+        "fma.rn.f32 e, n, r, one; fma.rn.f32 r, e, r, r; "
+        "fma.rn.f32 e, n, r, one; fma.rn.f32 $0, e, r, r; }",
+        "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
-def scale_from_bits(bits, LARGEST: tl.constexpr):
-    """The scale of a group from the bits of its amax."""
+def near_reciprocal(x):
+    """1 / x to about half a unit in the last place: one Newton step."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 r, e, n, one; neg.f32 n, $1; mov.f32 one, 0f3F800000; rcp.approx.ftz.f32 r, $1; "
+        "fma.rn.f32 e, n, r, one; fma.rn.f32 $0, e, r, r; }",
+        "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def scale_from_bits(bits, LARGEST: tl.constexpr, BF16: tl.constexpr):
+    """The scale of a group from the bits of its amax; BF16: amax is a BF16 value.
+
+    Of a BF16 amax one fused product with 1/LARGEST in two parts is the correctly rounded quotient
+    (tried for all). The second part is negative, so that an infinity makes infinity - infinity.
+    """
+    if NATIVE and BF16:
+        amax = tl.maximum(bits, FLOOR_BITS).to(tl.float32, bitcast=True)
+        high: tl.constexpr = RECIPROCAL_448_HIGH if LARGEST == 448.0 else RECIPROCAL_127_HIGH
+        low: tl.constexpr = RECIPROCAL_448_LOW if LARGEST == 448.0 else RECIPROCAL_127_LOW
+        return tl.fma(amax, tl.full(amax.shape, high, tl.float32), amax * low)
     amax = tl.maximum(bits.to(tl.float32, bitcast=True), FLOOR)
     largest = tl.full(amax.shape, LARGEST, tl.float32)
     if NATIVE:
         inverse = tl.full(amax.shape, 1.0 / LARGEST, tl.float32)
         scale = corrected(amax * inverse, amax, largest, inverse)
+        scale = corrected(scale, amax, largest, inverse)
     else:
         scale = tl.div_rn(amax, largest)
     return tl.where(bits >= 0x7F800000, float("nan"), scale)
 
 
 @triton.jit
-def quotient(x, scale):
-    """RN(x / scale); `scale` has one element per group and broadcasts against `x`."""
-    if NATIVE:
+def quotient(x, scale, BF16: tl.constexpr):
+    """RN(x / scale); `scale` has one element per group and broadcasts against `x`.
+
+    BF16: x and the amax behind `scale` are BF16 values; the quotient then serves for codes only.
+    """
+    if NATIVE and BF16:
+        inverse = tl.broadcast_to(near_reciprocal(scale), x.shape)
+        return corrected(x * inverse, x, tl.broadcast_to(scale, x.shape), inverse)
+    elif NATIVE:
         # 2^-40: below it q*s - x would need bits under 2^-149.
         boost = tl.where(scale < 9.094947017729282e-13, 18446744073709551616.0, 1.0)
         divisor = scale * boost
         inverse = tl.broadcast_to(reciprocal(divisor), x.shape)
         divisor = tl.broadcast_to(divisor, x.shape)
         dividend = x * boost
-        return corrected(dividend * inverse, dividend, divisor, inverse)
+        q = corrected(dividend * inverse, dividend, divisor, inverse)
+        return corrected(q, dividend, divisor, inverse)
     else:
         return tl.div_rn(x, tl.broadcast_to(scale, x.shape))
 
@@ -114,19 +152,56 @@ def e4m3_code(q):
 
 
 @triton.jit
+def e4m3_word(q0, q1, q2, q3):
+    """Four e4m3 codes as one int32, `q0` in the low byte: four tokens of a transposed row."""
+    if NATIVE:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; "
+            "cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }",
+            "=r,f,f,f,f", [q0, q1, q2, q3], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        low = e4m3_code(q0).to(tl.int32) | (e4m3_code(q1).to(tl.int32) << 8)
+        return low | (e4m3_code(q2).to(tl.int32) << 16) | (e4m3_code(q3).to(tl.int32) << 24)
+
+
+@triton.jit
 def int8_code(q):
     """FP32 to INT8 in [-127, 127], nearest even; NaN becomes 0."""
     clamped = tl.minimum(tl.maximum(q, -127.0), 127.0)
     # Adding 1.5 * 2^23 leaves the rounded integer in the low bits.
-    code = (clamped + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    code = (clamped + 12582912.0).to(tl.int32, bitcast=True)
     return tl.where(q == q, code, 0).to(tl.int8)
+
+
+@triton.jit
+def int8_group_codes(q, bits):
+    """INT8 codes of groups whose amax has these `bits` (broadcast against q): |q| <= 127 or NaN.
+
+    A group with a NaN or an infinity has zero codes. Neither a clamp nor a test per element.
+    """
+    if NATIVE:
+        kept = tl.broadcast_to(tl.where(bits < 0x7F800000, -1, 0), q.shape)
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 m, a, b, c, d; .reg .b32 s, t; mov.f32 m, 0f4B400000; "
+            "add.rn.f32 a, $1, m; add.rn.f32 b, $2, m; add.rn.f32 c, $3, m; add.rn.f32 d, $4, m; "
+            "prmt.b32 s, a, b, 0x0040; prmt.b32 t, c, d, 0x0040; prmt.b32 s, s, t, 0x5410; "
+            "and.b32 $0, s, $5; }",
+            "=r,f,f,f,f,r,r,r,r", [q, kept], dtype=tl.int8, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        return int8_code(tl.where(bits < 0x7F800000, q, float("nan")))
 
 
 @triton.jit
 def round_to_bf16(x):
     """FP32 to BF16, nearest even."""
     if NATIVE:
-        return x.to(tl.bfloat16)
+        # Two at a time: the conversion of one runs at a quarter of the rate, and is what comes out
+        # where the result is used in FP32 again.
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
     else:
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -135,10 +210,10 @@ def round_to_bf16(x):
 
 
 @triton.jit
-def block_codes(x, bits):
+def block_codes(x, bits, BF16: tl.constexpr):
     """e4m3 codes and scale of groups; `bits` is the amax of each group, broadcastable to `x`."""
-    scale = scale_from_bits(bits, E4M3_LARGEST)
-    return e4m3_code(quotient(x, scale)), scale
+    scale = scale_from_bits(bits, E4M3_LARGEST, BF16)
+    return e4m3_code(quotient(x, scale, BF16)), scale
 
 
 @triton.constexpr_function

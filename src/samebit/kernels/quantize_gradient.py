@@ -1,8 +1,10 @@
-"""Quantise along tokens for the weight gradient: output gradients (both layouts) and saved codes.
+"""Quantise output gradients, both layouts from one read, and the table of token groups.
 
 A token group is at most 128 consecutive rows; a table int32 [groups, 2] holds (first row, rows).
 Groups start at each segment's first token and never span two segments. The transposed codes are
-[features, 128 * groups], each group padded with zero codes to 128 columns.
+[features, 128 * groups], each group padded with zero codes to 128 columns. A word of them is four
+tokens of one feature: tiles are read as four tensors of every fourth token, so that packing happens
+in registers and the transpose moves words.
 """
 
 from __future__ import annotations
@@ -14,11 +16,14 @@ import triton
 import triton.language as tl
 
 from samebit.formats import BLOCK
+from samebit.kernels import _gradient_hopper
+from samebit.kernels._gradient_hopper import quantize_gradient_kernel
 from samebit.kernels.quantize_common import (
     E4M3_LARGEST,
+    NATIVE,
     NUMERIC_OPTIONS,
     block_codes,
-    e4m3_code,
+    e4m3_word,
     empty_activation_scale,
     magnitude_bits,
     padded,
@@ -26,9 +31,8 @@ from samebit.kernels.quantize_common import (
     scale_from_bits,
 )
 
-ROWS = 32
-"""Tokens per step of a program; a 32-byte sector of the transposed codes."""
-WARPS = 4
+QUADS = BLOCK // 4
+"""A tile's quads of tokens."""
 
 
 def token_group_table(segment_lengths: Sequence[int], device: torch.device | str) -> torch.Tensor:
@@ -45,10 +49,44 @@ def token_group_table(segment_lengths: Sequence[int], device: torch.device | str
 
 
 @triton.jit
-def _token_codes(x, scale, rows):
-    """Codes [features, tokens] under one scale per feature; tokens outside the group are zero."""
-    # A NaN scale would turn the zero padding into NaN codes.
-    return tl.where(rows[None, :], e4m3_code(quotient(x, scale[:, None])), 0)
+def kept_bytes(quad, count):
+    """Per quad of tokens, an int32 with 0xFF for every token that is one of the first `count`."""
+    left = tl.minimum(tl.maximum(count - 4 * quad, 0), 4)
+    # Shifting by 32 is undefined, so the last byte is shifted in apart.
+    low = (1 << (8 * tl.minimum(left, 3))) - 1
+    return tl.where(left == 4, -1, low)
+
+
+@triton.jit
+def store_quads(target_ptr, stride, n, quad, words, count):
+    """Transpose words [quads, features] of four token codes each and store them as rows of features.
+
+    Codes of tokens past `count` become zero: a NaN scale makes NaN codes of the zero padding.
+    """
+    words = words & kept_bytes(quad, count)[:, None]
+    target = target_ptr.to(tl.pointer_type(tl.int32)) + n.to(tl.int64)[:, None] * (stride // 4)
+    tl.store(target + quad[None, :], tl.trans(words))
+
+
+@triton.jit
+def _rows(x_ptr, x_stride, first, count, n, N, quad, J: tl.constexpr):
+    row = 4 * quad + J
+    t = (first + row).to(tl.int64)
+    inside = (row < count)[:, None] & (n < N)[None, :]
+    return tl.load(x_ptr + t[:, None] * x_stride + n[None, :], mask=inside, other=0.0).to(
+        tl.float32
+    )
+
+
+@triton.jit
+def _row_codes(x, codes_ptr, codes_stride, first, count, n, quad, J: tl.constexpr):
+    """Store the codes of every fourth row and return the rows' scales [quads]."""
+    row = 4 * quad + J
+    t = (first + row).to(tl.int64)
+    codes, scale = block_codes(x, tl.max(magnitude_bits(x), axis=1, keep_dims=True), True)
+    address = codes_ptr + t[:, None] * codes_stride + n[None, :]
+    tl.store(address, codes, mask=(row < count)[:, None])
+    return tl.reshape(scale, (scale.shape[0],))
 
 
 @triton.jit
@@ -66,7 +104,7 @@ def _quantize_gradient_kernel(
     transposed_stride,
     transposed_scale_stride,
     N,
-    ROWS: tl.constexpr,
+    QUADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     block_n = tl.program_id(0)
@@ -74,84 +112,36 @@ def _quantize_gradient_kernel(
     first = tl.load(groups_ptr + 2 * group)
     count = tl.load(groups_ptr + 2 * group + 1)
     n = block_n * BLOCK + tl.arange(0, BLOCK)
-    largest = tl.zeros((ROWS, BLOCK), dtype=tl.int32)
-    for start in range(0, BLOCK, ROWS):
-        row = start + tl.arange(0, ROWS)
-        rows = row < count
-        t = (first + row).to(tl.int64)
-        inside = rows[:, None] & (n < N)[None, :]
-        x = tl.load(x_ptr + t[:, None] * x_stride + n[None, :], mask=inside, other=0.0)
-        x = x.to(tl.float32)
-        bits = magnitude_bits(x)
-        largest = tl.maximum(largest, bits)
-        codes, scale = block_codes(x, tl.max(bits, axis=1, keep_dims=True))
-        tl.store(codes_ptr + t[:, None] * codes_stride + n[None, :], codes, mask=rows[:, None])
-        scale_row = tl.reshape(scale, (ROWS,))
-        tl.store(scale_ptr + t * scale_stride_t + block_n * scale_stride_g, scale_row, mask=rows)
+    quad = tl.arange(0, QUADS)
+    x0 = _rows(x_ptr, x_stride, first, count, n, N, quad, 0)
+    x1 = _rows(x_ptr, x_stride, first, count, n, N, quad, 1)
+    x2 = _rows(x_ptr, x_stride, first, count, n, N, quad, 2)
+    x3 = _rows(x_ptr, x_stride, first, count, n, N, quad, 3)
 
-    scale = scale_from_bits(tl.max(largest, axis=0), E4M3_LARGEST)
-    scales = transposed_scale_ptr + group.to(tl.int64) * transposed_scale_stride
-    tl.store(scales + n, scale, mask=n < N)
-    # The second read of the tile comes from cache. It is transposed before the arithmetic: one
-    # thread then has many tokens of few features, so few scales to invert.
-    target = (
-        transposed_ptr + n.to(tl.int64)[:, None] * transposed_stride + group.to(tl.int64) * BLOCK
+    s0 = _row_codes(x0, codes_ptr, codes_stride, first, count, n, quad, 0)
+    s1 = _row_codes(x1, codes_ptr, codes_stride, first, count, n, quad, 1)
+    s2 = _row_codes(x2, codes_ptr, codes_stride, first, count, n, quad, 2)
+    s3 = _row_codes(x3, codes_ptr, codes_stride, first, count, n, quad, 3)
+    scales = tl.reshape(tl.join(tl.join(s0, s2), tl.join(s1, s3)), (BLOCK,))
+    row = tl.arange(0, BLOCK)
+    t = (first + row).to(tl.int64)
+    target = scale_ptr + block_n * scale_stride_g + t * scale_stride_t
+    tl.store(target, scales, mask=row < count)
+
+    low = tl.maximum(magnitude_bits(x0), magnitude_bits(x1))
+    high = tl.maximum(magnitude_bits(x2), magnitude_bits(x3))
+    scale = scale_from_bits(tl.max(tl.maximum(low, high), axis=0), E4M3_LARGEST, True)
+    target = transposed_scale_ptr + group.to(tl.int64) * transposed_scale_stride
+    tl.store(target + n, scale, mask=n < N)
+    scale = scale[None, :]
+    words = e4m3_word(
+        quotient(x0, scale, True),
+        quotient(x1, scale, True),
+        quotient(x2, scale, True),
+        quotient(x3, scale, True),
     )
-    for start in range(0, BLOCK, ROWS):
-        row = start + tl.arange(0, ROWS)
-        rows = row < count
-        t = (first + row).to(tl.int64)
-        inside = rows[:, None] & (n < N)[None, :]
-        x = tl.load(x_ptr + t[:, None] * x_stride + n[None, :], mask=inside, other=0.0)
-        tl.store(target + row[None, :], _token_codes(tl.trans(x).to(tl.float32), scale, rows))
-
-
-@triton.jit
-def _requantize_tokens_kernel(
-    codes_ptr,
-    scale_ptr,
-    groups_ptr,
-    transposed_ptr,
-    transposed_scale_ptr,
-    codes_stride,
-    scale_stride_t,
-    scale_stride_g,
-    transposed_stride,
-    transposed_scale_stride,
-    K,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    block_k = tl.program_id(0)
-    group = tl.program_id(1)
-    first = tl.load(groups_ptr + 2 * group)
-    count = tl.load(groups_ptr + 2 * group + 1)
-    k = block_k * BLOCK + tl.arange(0, BLOCK)
-    largest = tl.zeros((ROWS, BLOCK), dtype=tl.int32)
-    for start in range(0, BLOCK, ROWS):
-        row = start + tl.arange(0, ROWS)
-        t = (first + row).to(tl.int64)
-        rows = row < count
-        address = codes_ptr + t[:, None] * codes_stride + k[None, :]
-        codes = tl.load(address, mask=rows[:, None], other=0.0)
-        address = scale_ptr + t * scale_stride_t + block_k * scale_stride_g
-        x = codes.to(tl.float32) * tl.load(address, mask=rows, other=1.0)[:, None]
-        largest = tl.maximum(largest, magnitude_bits(x))
-    scale = scale_from_bits(tl.max(largest, axis=0), E4M3_LARGEST)
-    scales = transposed_scale_ptr + group.to(tl.int64) * transposed_scale_stride
-    tl.store(scales + k, scale, mask=k < K)
-    target = (
-        transposed_ptr + k.to(tl.int64)[:, None] * transposed_stride + group.to(tl.int64) * BLOCK
-    )
-    for start in range(0, BLOCK, ROWS):
-        row = start + tl.arange(0, ROWS)
-        t = (first + row).to(tl.int64)
-        rows = row < count
-        address = codes_ptr + t[:, None] * codes_stride + k[None, :]
-        codes = tl.load(address, mask=rows[:, None], other=0.0)
-        address = scale_ptr + t * scale_stride_t + block_k * scale_stride_g
-        x = tl.trans(codes).to(tl.float32) * tl.load(address, mask=rows, other=1.0)[None, :]
-        tl.store(target + row[None, :], _token_codes(x, scale, rows))
+    target = transposed_ptr + group.to(tl.int64) * BLOCK
+    store_quads(target, transposed_stride, n, quad, words, count)
 
 
 def quantize_gradient(
@@ -171,56 +161,19 @@ def quantize_gradient(
     transposed = torch.empty((Np, groups * BLOCK), dtype=torch.float8_e4m3fn, device=device)
     transposed_scale = torch.empty((groups, N), dtype=torch.float32, device=device)
     if groups:
-        _quantize_gradient_kernel[(Np // BLOCK, groups)](
-            dy_TN,
-            token_groups,
-            codes.view(torch.uint8),
-            scale,
-            transposed.view(torch.uint8),
-            transposed_scale,
-            dy_TN.stride(0),
-            codes.stride(0),
-            scale.stride(0),
-            scale.stride(1),
-            transposed.stride(0),
-            transposed_scale.stride(0),
-            N,
-            ROWS=ROWS,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-            **NUMERIC_OPTIONS,
-        )
+        strides = (
+            dy_TN.stride(0), codes.stride(0), scale.stride(0), scale.stride(1),
+            transposed.stride(0), transposed_scale.stride(0),
+        )  # fmt: skip
+        if NATIVE.value:
+            quantize_gradient_kernel[(Np // BLOCK, groups)](
+                dy_TN, token_groups, codes, scale, transposed, transposed_scale, *strides, N,
+                BLOCK=BLOCK, num_warps=_gradient_hopper.WARPS, maxnreg=_gradient_hopper.REGISTERS,
+                **NUMERIC_OPTIONS,
+            )  # fmt: skip
+        else:
+            _quantize_gradient_kernel[(Np // BLOCK, groups)](
+                dy_TN, token_groups, codes.view(torch.uint8), scale, transposed.view(torch.uint8),
+                transposed_scale, *strides, N, QUADS=QUADS, BLOCK=BLOCK, **NUMERIC_OPTIONS,
+            )  # fmt: skip
     return codes, scale, transposed, transposed_scale
-
-
-def requantize_tokens(
-    codes_TK: torch.Tensor, scale_TG: torch.Tensor, token_groups: torch.Tensor, K: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Transposed codes e4m3 [ceil128(K), 128*groups], scales FP32 [groups, K] of saved activations.
-
-    The values are fl(code * scale) in FP32, quantised along tokens within each token group; `K` is
-    the unpadded width.
-    """
-    groups, Kp, device = token_groups.shape[0], codes_TK.shape[1], codes_TK.device
-    assert Kp == padded(K) and token_groups.dtype == torch.int32
-    transposed = torch.empty((Kp, groups * BLOCK), dtype=torch.float8_e4m3fn, device=device)
-    transposed_scale = torch.empty((groups, K), dtype=torch.float32, device=device)
-    if groups:
-        _requantize_tokens_kernel[(Kp // BLOCK, groups)](
-            codes_TK,
-            scale_TG,
-            token_groups,
-            transposed.view(torch.uint8),
-            transposed_scale,
-            codes_TK.stride(0),
-            scale_TG.stride(0),
-            scale_TG.stride(1),
-            transposed.stride(0),
-            transposed_scale.stride(0),
-            K,
-            ROWS=ROWS,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-            **NUMERIC_OPTIONS,
-        )
-    return transposed, transposed_scale

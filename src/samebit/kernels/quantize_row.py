@@ -12,7 +12,7 @@ from samebit.kernels.quantize_common import (
     INT8_LARGEST,
     NUMERIC_OPTIONS,
     e4m3_code,
-    int8_code,
+    int8_group_codes,
     magnitude_bits,
     padded,
     quotient,
@@ -24,14 +24,14 @@ WIDEST = 32768
 
 
 @triton.jit
-def row_codes(x, bits, IS_INT8: tl.constexpr):
+def row_codes(x, bits, IS_INT8: tl.constexpr, BF16: tl.constexpr):
     """Codes (int8 or uint8) and scale of whole rows; `bits` broadcasts against `x`."""
     if IS_INT8:
-        scale = scale_from_bits(bits, INT8_LARGEST)
-        return int8_code(quotient(x, scale)), scale
+        scale = scale_from_bits(bits, INT8_LARGEST, BF16)
+        return int8_group_codes(quotient(x, scale, BF16), bits), scale
     else:
-        scale = scale_from_bits(bits, E4M3_LARGEST)
-        return e4m3_code(quotient(x, scale)), scale
+        scale = scale_from_bits(bits, E4M3_LARGEST, BF16)
+        return e4m3_code(quotient(x, scale, BF16)), scale
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def _quantize_row_kernel(
     k = tl.arange(0, WIDTH)
     x = tl.load(x_ptr + t * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
     bits = tl.max(magnitude_bits(x), axis=0, keep_dims=True)
-    codes, scale = row_codes(x, bits, IS_INT8)
+    codes, scale = row_codes(x, bits, IS_INT8, x_ptr.dtype.element_ty == tl.bfloat16)
     tl.store(codes_ptr + t * codes_stride + k, codes, mask=k < K_PADDED)
     tl.store(scale_ptr + t + tl.arange(0, 1), scale)
 

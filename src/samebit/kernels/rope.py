@@ -22,6 +22,8 @@ from samebit.kernels.quantize_common import (
     tree_sum,
 )
 
+WARPS = 4
+
 
 def rotary_table(
     positions: int, head_size: int, theta: float, device: torch.device | str
@@ -52,8 +54,8 @@ def _store_head(lo, hi, out_ptr, scale_ptr, offset, scale_offset, inside, FP8: t
         hi = hi.to(tl.float32)
         bits = tl.maximum(magnitude_bits(lo), magnitude_bits(hi))
         bits = tl.max(bits, axis=1, keep_dims=True)
-        lo_codes, scale = block_codes(lo, bits)
-        hi_codes, _ = block_codes(hi, bits)
+        lo_codes, scale = block_codes(lo, bits, True)
+        hi_codes, _ = block_codes(hi, bits, True)
         tl.store(out_ptr + offset, lo_codes, mask=inside)
         tl.store(out_ptr + offset + half, hi_codes, mask=inside)
         tl.store(scale_ptr + scale_offset, scale, mask=inside)
@@ -229,7 +231,7 @@ def qk_norm_rope_store(
         Q_HEADS=triton.next_power_of_2(num_heads),
         KV_HEADS=triton.next_power_of_2(G),
         HALF=D // 2,
-        num_warps=4,
+        num_warps=WARPS,
         **NUMERIC_OPTIONS,
     )  # fmt: skip
     return q, q_scale

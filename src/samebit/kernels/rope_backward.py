@@ -7,11 +7,13 @@ import triton
 import triton.language as tl
 
 from samebit.kernels.norm_backward import column_sum
-from samebit.kernels.quantize_common import NUMERIC_OPTIONS, round_to_bf16
+from samebit.kernels.quantize_common import NUMERIC_OPTIONS, fold_rows, round_to_bf16
 from samebit.kernels.rope import head_rstd
 
-PROGRAMS = 2112
+PROGRAMS = 528
 """Token chunks at most; fixed, so that the gain gradient's sum order is."""
+WARPS = 4
+STAGES = 1
 
 
 @triton.jit
@@ -33,16 +35,17 @@ def _rope_backward_kernel(
     H: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     program = tl.program_id(0)
     h = tl.arange(0, HEADS)[:, None]
     d = tl.arange(0, HALF)[None, :]
     inside = (h < H) & (d < HALF)
     offset = h * (2 * HALF) + d
-    dweight1 = tl.zeros((HALF,), dtype=tl.float32)
-    dweight2 = tl.zeros((HALF,), dtype=tl.float32)
+    dweight1 = tl.zeros((HEADS, HALF), dtype=tl.float32)
+    dweight2 = tl.zeros((HEADS, HALF), dtype=tl.float32)
     first = program * rows
-    for i in range(0, tl.minimum(rows, T - first)):
+    for i in tl.range(0, tl.minimum(rows, T - first), num_stages=STAGES):
         t = (first + i).to(tl.int64)
         position = tl.load(positions_ptr + t).to(tl.int64)
         cos = tl.load(cos_ptr + position * HALF + d)
@@ -59,8 +62,8 @@ def _rope_backward_kernel(
             rstd = head_rstd(x1, x2, eps, HALF)
             x1 = x1 * rstd
             x2 = x2 * rstd
-            dweight1 += tl.sum(dx1 * x1, axis=0)
-            dweight2 += tl.sum(dx2 * x2, axis=0)
+            dweight1 += dx1 * x1
+            dweight2 += dx2 * x2
             dx1 = dx1 * tl.load(weight_ptr + d).to(tl.float32)
             dx2 = dx2 * tl.load(weight_ptr + HALF + d).to(tl.float32)
             mean = tl.sum(dx1 * x1 + dx2 * x2, axis=1, keep_dims=True) * (0.5 / HALF)
@@ -71,8 +74,8 @@ def _rope_backward_kernel(
         tl.store(target + HALF, round_to_bf16(dx2), mask=inside)
     if NORM:
         address = partial_ptr + program.to(tl.int64) * (2 * HALF) + tl.arange(0, HALF)
-        tl.store(address, dweight1)
-        tl.store(address + HALF, dweight2)
+        tl.store(address, tl.reshape(fold_rows(dweight1, 1), (HALF,)))
+        tl.store(address + HALF, tl.reshape(fold_rows(dweight2, 1), (HALF,)))
 
 
 def rope_backward(
@@ -121,7 +124,8 @@ def rope_backward(
         H=H,
         HEADS=triton.next_power_of_2(H),
         HALF=D // 2,
-        num_warps=4,
+        STAGES=STAGES,
+        num_warps=WARPS,
         **NUMERIC_OPTIONS,
     )
     return dx_TN, (column_sum(partial, dweight) if norm else None)

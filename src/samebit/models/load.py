@@ -75,3 +75,29 @@ def load_model(folder: str | Path, recipe: Recipe, device: torch.device | str = 
         )
     model.refresh()
     return model
+
+
+@torch.no_grad()
+def freeze(model: Decoder) -> Decoder:
+    """Give back what only training needs: the model keeps the weights its forwards read, for good.
+
+    `refresh` and gradients are over for it. A tied embedding becomes the head's BF16 copy.
+    """
+
+    def constant(tensor: torch.Tensor) -> torch.nn.Parameter:
+        return torch.nn.Parameter(tensor, requires_grad=False)
+
+    head = model.head_weight.codes
+    model.embedding = constant(head if model.config.tied else model.embedding.bfloat16())
+    model.head = model.embedding if model.config.tied else constant(head)
+    for _, linear in model.linears():
+        linear.master = constant(linear.master[:0].clone())
+    return model.requires_grad_(False)
+
+
+def share_masters(reader: Decoder, owner: Decoder) -> None:
+    """Make `reader` requantise from the owner's masters instead of its own, which are given back."""
+    theirs = dict(owner.named_modules())
+    for path, module in reader.named_modules():
+        for name, _ in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, name, getattr(theirs[path], name))

@@ -35,19 +35,22 @@ _WRITABLE = {
     torch.float32: "F32",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.int8: "I8",
+    torch.uint8: "U8",
 }
 
 
 class CheckpointReader:
     """The tensors of a HF folder, read one at a time (BF16, FP16 or FP32; as stored).
 
-    Opening reads headers only. Raises ValueError naming the file for: no safetensors (pickle is
-    refused), a corrupt header or wrong file size, an index that leaves the folder, names a missing
-    shard, or disagrees with what its shards hold, and dtypes other than the three.
+    codes: bytes (uint8) are readable too, as an optimiser's state has them. Opening reads headers
+    only. Raises ValueError naming the file for: no safetensors (pickle is refused), a corrupt header
+    or wrong file size, an index that leaves the folder, names a missing shard, or disagrees with what
+    its shards hold, and other dtypes.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, codes: bool = False) -> None:
         self.folder = Path(folder)
+        self._readable = _READABLE | ({"U8": torch.uint8} if codes else {})
         self._files: dict[str, Any] = {}
         self._where = self._read_index()
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -135,12 +138,12 @@ class CheckpointReader:
                 raise ValueError(f"{path}: {min(names)!r} {problem}")
         for name, piece in slices.items():
             stored = piece.get_dtype()
-            if stored not in _READABLE:
+            if stored not in self._readable:
                 raise ValueError(
-                    f"{path}: {name!r} is stored as {stored}; readable: {', '.join(_READABLE)}"
+                    f"{path}: {name!r} is stored as {stored}; readable: {', '.join(self._readable)}"
                 )
             self._shapes[name] = tuple(piece.get_shape())
-            self._dtypes[name] = _READABLE[stored]
+            self._dtypes[name] = self._readable[stored]
         self._files[shard] = file
 
 

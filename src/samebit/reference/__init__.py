@@ -5,7 +5,7 @@ The names below are the operator set. A backend is a module with these names and
 """
 
 from samebit.reference.activation import silu_mul, silu_mul_backward
-from samebit.reference.attention import attention
+from samebit.reference.attention import attention, prepare_packed
 from samebit.reference.attention_backward import attention_backward
 from samebit.reference.embedding import embed, embed_backward
 from samebit.reference.fused import (
@@ -48,6 +48,7 @@ __all__ = [
     "linear_backward",
     "log_prob",
     "log_prob_backward",
+    "prepare_packed",
     "qk_norm_rope",
     "qk_norm_rope_backward",
     "qk_norm_rope_store",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from samebit.layout import Layout
+from samebit.layout import Layout, PackedLayout
 from samebit.operand import HeadCodes, Heads
 from samebit.reference.exact import exp, fma, log, row_sum
 from samebit.spec import Attention
@@ -26,6 +26,10 @@ _NEVER = -1.0e30
 """Running maximum before any key: finite, so that differences never make NaN."""
 _CHUNK_SCORES = 1 << 20
 """Scores alive at once (4 MB): bounds memory over long contexts. Changes no bit."""
+
+
+def prepare_packed(layout: PackedLayout) -> None:
+    """Work out now what a training forward reads of a layout; nothing waits for a copy here."""
 
 
 def attention(

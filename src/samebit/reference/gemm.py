@@ -20,6 +20,7 @@ from samebit.reference.quantize import (
     dequantize_weight,
     quantize_activation,
     quantize_tokens,
+    rescale_tokens,
 )
 from samebit.spec import Backward, Gemm
 
@@ -183,12 +184,15 @@ def weight_grad(
     backward: Backward,
     into: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """dW = dY^T X, FP32 [N, K]. FP8: both operands in 128x1 token groups, X from its saved codes."""
+    """dW = dY^T X, FP32 [N, K]. FP8: dY in 128x1 token groups; X from its saved codes, 128x1 or 128x128."""
     spec = backward.weight_grad
     dy, x = dy_TN.float(), dequantize(saved)
     if spec.lhs.block is not None:
         dy = quantize_tokens(dy, token_groups, spec.lhs)
-        x = quantize_tokens(x, token_groups, spec.rhs)
+        if spec.rhs.block == (BLOCK, BLOCK) and saved.precision.block == (1, BLOCK):
+            x = rescale_tokens(saved, token_groups)
+        else:
+            x = quantize_tokens(x, token_groups, spec.rhs)
     elif saved.scale is not None:
         x = x.bfloat16().float()
     dw = dy.t() @ x

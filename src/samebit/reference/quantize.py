@@ -104,19 +104,47 @@ def refresh_weight(weight: QuantizedWeight, master_NK: torch.Tensor) -> None:
 def quantize_tokens(
     x_TF: torch.Tensor, token_groups: torch.Tensor, precision: Precision
 ) -> torch.Tensor:
-    """Quantise FP32 [T, F] in groups of up to 128 tokens per feature and return the dequantised FP32.
+    """Quantise FP32 [T, F] in groups of up to 128 tokens and return the dequantised FP32.
 
-    token_groups int32 [n, 2]: (first row, rows). Groups tile the rows in order, so a group's codes do
-    not depend on other segments (Jet-RL: the weight gradient's 128x1 operands).
+    precision: one scale per (group, feature) or, 128x128, per (group, 128 features). token_groups int32
+    [n, 2]: (first row, rows). Groups tile the rows in order, so a group's codes do not depend on
+    other segments.
     """
     fmt = get_format(precision.format)
-    assert precision.block == (BLOCK, 1)
-    counts = token_groups[:, 1].long()
-    group = torch.repeat_interleave(torch.arange(len(counts), device=x_TF.device), counts)
-    amax = torch.zeros(len(counts), x_TF.shape[1], device=x_TF.device)
-    amax.scatter_reduce_(0, group[:, None].expand_as(x_TF), x_TF.abs(), "amax")
-    scale = scale_of(amax, fmt)[group]
-    return encode(x_TF, scale, fmt).float() * scale
+    assert precision.block in ((BLOCK, 1), (BLOCK, BLOCK))
+    width = precision.block[1]
+    group = _group_of_rows(token_groups, x_TF.device)
+    features = x_TF.shape[1]
+    tiles = _pad_columns(x_TF, -(-features // width) * width).unflatten(1, (-1, width))
+    amax = _largest(tiles.abs().amax(-1), group, len(token_groups))
+    scale = scale_of(amax, fmt)[group][..., None]
+    return (encode(tiles, scale, fmt).float() * scale).flatten(1)[:, :features]
+
+
+def rescale_tokens(saved: Operand, token_groups: torch.Tensor) -> torch.Tensor:
+    """Saved 1x128 codes under one scale per (token group, 128 features), as dequantised FP32 [T, F].
+
+    The scale is the largest of the group's; code = round(code * fl(scale of the token / largest)).
+    Tokens that hold the largest scale keep their codes.
+    """
+    assert saved.scale is not None and saved.precision.block == (1, BLOCK)
+    fmt = get_format(saved.precision.format)
+    group = _group_of_rows(token_groups, saved.scale.device)
+    largest = _largest(saved.scale, group, len(token_groups))[group]
+    ratio = (saved.scale / largest)[..., None]
+    codes = (saved.codes.float().unflatten(1, (-1, BLOCK)) * ratio).to(fmt.dtype)
+    return (codes.float() * largest[..., None]).flatten(1)[:, : saved.features]
+
+
+def _group_of_rows(token_groups: torch.Tensor, device: torch.device) -> torch.Tensor:
+    counts = token_groups[:, 1].long().to(device)
+    return torch.repeat_interleave(torch.arange(len(counts), device=device), counts)
+
+
+def _largest(x_TC: torch.Tensor, group_T: torch.Tensor, groups: int) -> torch.Tensor:
+    """Per group and column, [groups, C]; NaN wins."""
+    out = x_TC.new_zeros(groups, x_TC.shape[1])
+    return out.scatter_reduce_(0, group_T[:, None].expand_as(x_TC), x_TC, "amax")
 
 
 def dequantize(operand: Operand) -> torch.Tensor:

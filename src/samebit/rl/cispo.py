@@ -44,8 +44,7 @@ class Algorithm(ClippedAlgorithm):
     ) -> losses.Surrogate:
         """Per-token loss; `clipped_T` marks tokens whose weight was cut."""
         plain_T = ratio_T.detach()
-        weight_T = torch.clamp(plain_T, torch.as_tensor(lower).to(plain_T), None)
-        weight_T = torch.minimum(weight_T, torch.as_tensor(upper).to(plain_T))
+        weight_T = losses.clamped(plain_T, lower, upper)
         loss_T = -weight_T * batch.advantage_T * batch.logp_T
         # NaN != NaN would count an invisible token as clipped.
         clipped_T = (weight_T < plain_T) | (weight_T > plain_T)

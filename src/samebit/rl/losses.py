@@ -103,9 +103,7 @@ def clipped_surrogate(
     NaN ratio is kept and seen.
     """
     plain_T = -advantage_T * ratio_T
-    bounded_T = -advantage_T * torch.clamp(
-        ratio_T, torch.as_tensor(lower, **_like(ratio_T)), torch.as_tensor(upper, **_like(ratio_T))
-    )
+    bounded_T = -advantage_T * clamped(ratio_T, lower, upper)
     clipped_T = bounded_T > plain_T
     loss_T = torch.where(clipped_T, bounded_T, plain_T)
     dual_T = torch.zeros_like(clipped_T)
@@ -116,8 +114,18 @@ def clipped_surrogate(
     return Surrogate(loss_T, clipped_T.detach(), dual_T.detach())
 
 
-def _like(tensor: Tensor) -> dict[str, torch.dtype | torch.device]:
-    return {"dtype": tensor.dtype, "device": tensor.device}
+def clamped(ratio_T: Tensor, lower: Bound, upper: Bound) -> Tensor:
+    """torch.clamp with bounds that are numbers or tensors; NaN passes through."""
+    if isinstance(lower, (int, float)) and isinstance(upper, (int, float)):
+        return torch.clamp(ratio_T, lower, upper)
+    low_T, high_T = _spread(lower, ratio_T), _spread(upper, ratio_T)
+    return torch.clamp(ratio_T, low_T, high_T)
+
+
+def _spread(bound: Bound, like_T: Tensor) -> Tensor:
+    if isinstance(bound, (int, float)):
+        return torch.full_like(like_T, bound)
+    return bound.to(like_T)
 
 
 def kl_penalty(logp_T: Tensor, ref_logp_T: Tensor, estimator: KLEstimator) -> Tensor:

@@ -91,8 +91,9 @@ class Metrics(dict[str, Entry]):
     def compute(self) -> dict[str, float]:
         """The numbers to log. A mean or maximum over no token is absent, not 0 and not NaN."""
         result: dict[str, float] = {}
+        on_host = _read(self)
         for key, entry in sorted(self.items()):
-            values: list[float] = entry.values.tolist()
+            values = on_host[key]
             if entry.kind == "mean":
                 if values[1] > 0:
                     result[key] = values[0] / values[1]
@@ -103,3 +104,16 @@ class Metrics(dict[str, Entry]):
             elif entry.kind == "sum" or values[0] != -torch.inf:
                 result[key] = values[0]
         return result
+
+
+def _read(entries: Mapping[str, Entry]) -> dict[str, list[float]]:
+    """Every entry's numbers, with one read per device."""
+    devices: dict[torch.device, list[str]] = {}
+    for key, entry in entries.items():
+        devices.setdefault(entry.values.device, []).append(key)
+    out: dict[str, list[float]] = {}
+    for keys in devices.values():
+        sizes = [entries[key].values.numel() for key in keys]
+        parts = iter(torch.cat([entries[key].values for key in keys]).cpu().split(sizes))
+        out |= {key: next(parts).tolist() for key in keys}
+    return out

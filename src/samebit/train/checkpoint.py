@@ -27,6 +27,7 @@ from samebit.models.weights import (
     write_checkpoint,
     write_json,
 )
+from samebit.train.optim import STATE_KEYS, state_device
 from samebit.train.step import Trainer
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ def save(
             "skipped": trainer.skipped,
             "version": trainer.model.version,
             "correction": trainer.correction.state(),
+            "optimizer_states": trainer.config.train.optimizer_states,
             **about,
         }
         digests["state.json"] = write_json(work / "state.json", state)
@@ -178,16 +180,15 @@ def restore(checkpoint: Path, trainer: Trainer, about: Mapping[str, Any]) -> Pro
                 f"checkpoint {checkpoint} was written with {key} = {state.get(key)!r}, this run "
                 f"has {value!r}: set it back, or start a new run in another folder"
             )
+    states, mine = state.get("optimizer_states", "fp32"), trainer.config.train.optimizer_states
+    if states != mine:
+        raise ValueError(
+            f"checkpoint {checkpoint} holds train.optimizer_states = {states!r}, this run has "
+            f"{mine!r}: set it back, or start a new run from the exported weights"
+        )
     load_weights(checkpoint, trainer.model)
     trainer.model.version = state["version"]
-    reader = CheckpointReader(checkpoint / "optimizer")
-    names = set(reader.names())
-    for name, parameter in trainer.parameters().items():
-        keys = ("step", "exp_avg", "exp_avg_sq")
-        if f"{name}.step" in names:
-            trainer.optimizer.state[parameter] = {
-                key: _placed(key, reader.read(f"{name}.{key}"), parameter) for key in keys
-            }
+    _load_states(checkpoint, trainer)
     trainer_state(checkpoint, trainer)
     return Progress(**state["progress"])
 
@@ -196,7 +197,7 @@ def trainer_state(checkpoint: Path, trainer: Trainer) -> None:
     """Restore the trainer's counters, its correction and its value head."""
     state = read_json(checkpoint / "state.json")
     if trainer.value is not None:
-        reader = CheckpointReader(checkpoint / "optimizer")
+        reader = CheckpointReader(checkpoint / "optimizer", codes=True)
         with torch.no_grad():
             for n, p in trainer.value.named_parameters():
                 p.copy_(reader.read(f"value_head.{n}"))
@@ -205,6 +206,22 @@ def trainer_state(checkpoint: Path, trainer: Trainer) -> None:
     trainer.correction = trainer.correction.with_state(state["correction"])
 
 
-def _placed(key: str, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    # torch.optim keeps the step count on the host
-    return value if key == "step" else value.to(parameter.device)
+def _load_states(checkpoint: Path, trainer: Trainer) -> None:
+    """Read the optimiser's state of every parameter that has been updated."""
+    reader = CheckpointReader(checkpoint / "optimizer", codes=True)
+    names, optimizer = set(reader.names()), trainer.optimizer
+    for name, parameter in trainer.parameters().items():
+        held = {k: f"{name}.{k}" for k in STATE_KEYS[trainer.config.train.optimizer_states]}
+        if held["step"] not in names:
+            continue
+        optimizer.state[parameter] = {
+            key: _placed(reader.read(entry), state_device(optimizer, key, parameter), parameter)
+            for key, entry in held.items()
+            if entry in names  # small parameters have no scales
+        }
+
+
+def _placed(value: torch.Tensor, device: str, parameter: torch.Tensor) -> torch.Tensor:
+    value = value.to(device)
+    pinned = device == "cpu" and value.dim() > 0 and parameter.device.type == "cuda"
+    return value.pin_memory() if pinned else value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -11,6 +11,8 @@ from torch import nn
 from samebit.config import TrainConfig
 from samebit.models.decoder import Decoder
 from samebit.spec import ROLES
+from samebit.train.states_8bit import AdamW8bit
+from samebit.train.states_host import AdamWHost
 
 PARAMETER_ROLES = (*ROLES, "embedding", "norm", "value")
 
@@ -29,8 +31,18 @@ def parameter_role(name: str) -> str:
     return "norm"
 
 
-def build_optimizer(parameters: dict[str, nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
-    """One parameter group per role; weight decay on matrices only."""
+STATE_KEYS = {
+    "fp32": ("step", "exp_avg", "exp_avg_sq"),
+    "8bit": AdamW8bit.KEYS,
+    "host": AdamWHost.KEYS,
+}
+"""What each `train.optimizer_states` keeps of a parameter."""
+
+
+def build_optimizer(
+    parameters: dict[str, nn.Parameter], config: TrainConfig
+) -> torch.optim.Optimizer:
+    """One parameter group per role; weight decay on matrices only; moments as the config says."""
     unknown = sorted(set(config.role_learning_rates) - set(PARAMETER_ROLES))
     if unknown:
         raise ValueError(
@@ -40,19 +52,31 @@ def build_optimizer(parameters: dict[str, nn.Parameter], config: TrainConfig) ->
     groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
         groups.setdefault((parameter_role(name), parameter.dim() > 1), []).append(parameter)
-    return torch.optim.AdamW(
-        [
-            {
-                "params": params,
-                "role": role,
-                "weight_decay": config.weight_decay if matrix else 0.0,
-                "lr": 0.0,
-            }
-            for (role, matrix), params in groups.items()
-        ],
-        betas=(config.beta1, config.beta2),
-        eps=config.epsilon,
-    )
+    tables = [
+        {
+            "params": params,
+            "role": role,
+            "weight_decay": config.weight_decay if matrix else 0.0,
+            "lr": 0.0,
+        }
+        for (role, matrix), params in groups.items()
+    ]
+    betas, eps = (config.beta1, config.beta2), config.epsilon
+    if config.optimizer_states == "8bit":
+        return AdamW8bit(tables, betas, eps)
+    if config.optimizer_states == "host":
+        return AdamWHost(tables, betas, eps)
+    on_cuda = any(p.device.type == "cuda" for p in parameters.values())
+    return torch.optim.AdamW(tables, betas=betas, eps=eps, fused=True if on_cuda else None)
+
+
+def state_device(optimizer: torch.optim.Optimizer, key: str, parameter: torch.Tensor) -> str:
+    """Where the optimiser keeps an entry of a parameter's state."""
+    if isinstance(optimizer, AdamWHost):
+        return "cpu"
+    # torch counts steps on the host, except in its fused kernel
+    on_host = key == "step" and not optimizer.defaults.get("fused")
+    return "cpu" if on_host else str(parameter.device)
 
 
 def learning_rate(config: TrainConfig, update: int, total: int) -> float:
@@ -75,32 +99,40 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, base: float, config: Tr
         group["lr"] = base * config.role_learning_rates.get(group["role"], 1.0)
 
 
-def finite_norm(parameters: Iterator[nn.Parameter] | list[nn.Parameter]) -> float:
-    """L2 norm of all gradients, summed in FP64; NaN or inf where any gradient is not finite."""
-    total = torch.zeros((), dtype=torch.float64)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            norm = torch.linalg.vector_norm(parameter.grad)
-            total += norm.double().cpu() ** 2
-    return float(total.sqrt())
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def finite_norm(parameters: Iterable[nn.Parameter]) -> float:
+    """L2 norm of all gradients, summed in FP64; NaN or inf where any gradient is not finite.
+
+    The one place where an update waits for the device.
+    """
+    gradients = _gradients(parameters)
+    if not gradients:
+        return 0.0
+    norms: list[float] = torch.stack(torch._foreach_norm(gradients)).double().tolist()
+    total = 0.0
+    for norm in norms:
+        total += norm * norm
+    return math.sqrt(total)
 
 
 def nonfinite_roles(parameters: dict[str, nn.Parameter]) -> tuple[str, ...]:
     """Roles with a gradient that is not finite, sorted."""
-    found = {
-        parameter_role(name)
-        for name, parameter in parameters.items()
-        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
-    }
+    named = [(n, p.grad) for n, p in parameters.items() if p.grad is not None]
+    if not named:
+        return ()
+    finite = torch.stack([torch.isfinite(grad).all() for _, grad in named]).tolist()
+    found = {parameter_role(n) for (n, _), ok in zip(named, finite, strict=True) if not ok}
     return tuple(sorted(found))
 
 
-def clip_gradients(parameters: list[nn.Parameter], norm: float, limit: float) -> None:
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, limit: float) -> None:
     """Scale gradients so that their norm is at most `limit` (0: never)."""
-    if limit > 0 and norm > limit:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(limit / norm)
+    gradients = _gradients(parameters)
+    if limit > 0 and norm > limit and gradients:
+        torch._foreach_mul_(gradients, limit / norm)
 
 
 def trainable(model: Decoder) -> dict[str, nn.Parameter]:

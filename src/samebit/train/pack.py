@@ -22,8 +22,9 @@ class PackedBatch:
 
     ids: int64 [R]. predicting: int64 [C], the row whose hidden state predicts each token (all first
     tokens of a group share their prompt's last row). targets: int64 [C]. rollout_logp: FP32 [C].
-    version: int64 [C]. sequence: int64 [C], which sequence of the whole rollout; `first_token` is
-    the place of this batch's tokens in the rollout's token order.
+    version: int64 [C]. sequence: int64 [C], which sequence of the whole rollout: the
+    `num_sequences` from `first_sequence` on. `first_token` is the place of this batch's tokens in the
+    rollout's token order. The whole numbers are known on the host, so that nothing waits to read them.
     """
 
     ids: torch.Tensor
@@ -35,6 +36,8 @@ class PackedBatch:
     sequence: torch.Tensor
     group: torch.Tensor
     first_token: int
+    first_sequence: int
+    num_sequences: int
 
     @property
     def tokens(self) -> slice:
@@ -73,6 +76,7 @@ def pack(
     predicting: list[int] = []
     targets: list[int] = []
     sequence: list[int] = []
+    next_sequence = first_sequence
     for group in groups:
         prompt = Segment(len(ids), len(group.prompt.ids))
         segments.append(prompt)
@@ -86,15 +90,16 @@ def pack(
                 ids.extend(sample.ids[:-1])
             predicting.extend([last, *range(start, start + fed)])
             targets.extend(sample.ids)
-            sequence.extend([first_sequence] * len(sample.ids))
-            first_sequence += 1
+            sequence.extend([next_sequence] * len(sample.ids))
+            next_sequence += 1
     samples = [s for g in groups for s in g.samples]
     logps = np.concatenate([s.logps for s in samples]).astype(np.float32)
     versions = np.concatenate([s.versions for s in samples]).astype(np.int64)
     numbers = [first_group + i for i, g in enumerate(groups) for _ in g.samples]
 
     def on_device(values: object) -> torch.Tensor:
-        return torch.as_tensor(values).to(device)
+        host = torch.as_tensor(values)
+        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
     return PackedBatch(
         ids=on_device(ids),
@@ -106,6 +111,8 @@ def pack(
         sequence=on_device(sequence),
         group=on_device(numbers),
         first_token=first_token,
+        first_sequence=first_sequence,
+        num_sequences=next_sequence - first_sequence,
     )
 
 

@@ -16,62 +16,88 @@ from samebit.models.decoder import Decoder
 from samebit.operand import Operand, QuantizedWeight
 from samebit.reference.quantize import dequantize_weight
 
-
-def _bytes(weight: QuantizedWeight) -> torch.Tensor:
-    """The codes of real elements as integers; padding is left out of every share."""
-    codes = weight.codes.view(torch.uint8 if weight.codes.element_size() == 1 else torch.int16)
-    return codes if weight.scale is None else codes[weight.logical_rows(), : weight.features]
+CODES_LIMIT = 512 << 20
+"""Most bytes of codes a snapshot holds; beyond it as many evenly spaced blocks as fit are followed."""
 
 
-def _zeros(weight: QuantizedWeight, codes: torch.Tensor) -> float:
-    """How many of `_bytes` encode zero of either sign."""
+def _integers(weight: QuantizedWeight) -> torch.Tensor:
+    """The stored codes as integers, padding (always zero codes) included."""
+    return weight.codes.view(torch.uint8 if weight.codes.element_size() == 1 else torch.int16)
+
+
+def _nonzero(weight: QuantizedWeight) -> torch.Tensor:
+    """How many codes are not zero of either sign, on the device."""
     if weight.codes.dtype == torch.int8:
-        return float((codes == 0).sum())
-    negative_zero = 0x80 if codes.dtype == torch.uint8 else -0x8000
-    return float(((codes == 0) | (codes == negative_zero)).sum())
+        return torch.count_nonzero(weight.codes)
+    codes = _integers(weight)
+    return torch.count_nonzero(codes & (0x7F if codes.dtype == torch.uint8 else 0x7FFF))
+
+
+def _followed(model: Decoder) -> list[tuple[str, Linear]]:
+    """Every linear, or those of evenly spaced blocks where all codes would be too many bytes."""
+    layers = model.config.layers
+    found = list(model.linears())
+    size = sum(m.weights["rollout"].codes.nbytes for _, m in found)
+    if size <= CODES_LIMIT:
+        return found
+    blocks = max(1, CODES_LIMIT * layers // size)
+    chosen = {f"layers.{(2 * i + 1) * layers // (2 * blocks)}." for i in range(blocks)}
+    return [(n, m) for n, m in found if n[: n.index(".", len("layers.")) + 1] in chosen]
 
 
 class UpdateProbe:
-    """Snapshot before an optimiser step; `measure` after the refresh gives the quant/ metrics."""
+    """Snapshot before an optimiser step; `measure` after the refresh gives the quant/ metrics.
+
+    Counts stay on the device until all are known: `measure` waits for it once.
+    """
 
     def __init__(self, model: Decoder) -> None:
-        self.model = model
-        self.middle = f"layers.{model.config.layers // 2}."
-        self.codes = {name: _bytes(m.weights["rollout"]).clone() for name, m in model.linears()}
-        self.masters = {name: m.master.detach().clone() for name, m in self._measured(model)}
-
-    def _measured(self, model: Decoder) -> list[tuple[str, Linear]]:
-        return [(n, m) for n, m in model.linears() if n.startswith(self.middle)]
+        middle = f"layers.{model.config.layers // 2}."
+        self.linears = _followed(model)
+        self.middle = [(n, m) for n, m in model.linears() if n.startswith(middle)]
+        self.codes = {name: _integers(m.weights["rollout"]).clone() for name, m in self.linears}
+        self.masters = {name: m.master.detach().clone() for name, m in self.middle}
 
     def measure(self) -> dict[str, float]:
         """quant/codes_moved_share, weight_zero_share and update_over_error, each by role."""
-        moved: dict[str, tuple[float, float]] = {}
-        zero: dict[str, tuple[float, float]] = {}
-        for name, module in self.model.linears():
-            weight, role = module.weights["rollout"], module.shape.role
-            now = _bytes(weight)
-            changed = float((now != self.codes[name]).sum())
-            for counts, hit in ((moved, changed), (zero, _zeros(weight, now))):
-                hits, total = counts.get(role, (0.0, 0.0))
-                counts[role] = (hits + hit, total + now.numel())
-        out = {f"quant/codes_moved_share/{r}": a / b for r, (a, b) in moved.items()}
-        out |= {f"quant/weight_zero_share/{r}": a / b for r, (a, b) in zero.items()}
-        for name, module in self._measured(self.model):
-            out[f"quant/update_over_error/{module.shape.role}"] = self._ratio(name, module)
+        counts: list[torch.Tensor] = []
+        for name, module in self.linears:
+            weight = module.weights["rollout"]
+            moved_codes = (_integers(weight) != self.codes[name]).sum()
+            counts += [moved_codes.double(), _nonzero(weight).double()]
+        ratios = [self._ratio(name, module) for name, module in self.middle]
+        numbers: list[float] = torch.stack([*counts, *ratios]).tolist()
+        moved: dict[str, float] = {}
+        zero: dict[str, float] = {}
+        total: dict[str, float] = {}
+        for i, (_, module) in enumerate(self.linears):
+            role, weight = module.shape.role, module.weights["rollout"]
+            real = weight.out_features * weight.features
+            moved[role] = moved.get(role, 0.0) + numbers[2 * i]
+            zero[role] = zero.get(role, 0.0) + (real - numbers[2 * i + 1])
+            total[role] = total.get(role, 0.0) + real
+        out = {f"quant/codes_moved_share/{r}": n / total[r] for r, n in moved.items()}
+        out |= {f"quant/weight_zero_share/{r}": n / total[r] for r, n in zero.items()}
+        for (_, module), ratio in zip(self.middle, numbers[len(counts) :], strict=True):
+            out[f"quant/update_over_error/{module.shape.role}"] = ratio
         return out
 
-    def _ratio(self, name: str, module: Linear) -> float:
-        """RMS of the master's update over the RMS of its rounding error."""
+    def _ratio(self, name: str, module: Linear) -> torch.Tensor:
+        """RMS of the master's update over the RMS of its rounding error, FP64 on the device."""
         master = module.master.detach()
         error = (dequantize_weight(module.weights["rollout"]) - master).norm()
         update = (master - self.masters[name]).norm()
-        return float(update / error) if float(error) else float("inf")
+        return torch.where(error != 0, update / error, torch.inf).double()
 
 
-def observe_activations(model: Decoder, store: dict[str, list[float]]) -> Callable[[], None]:
+Observed = dict[str, torch.Tensor]
+"""By role: FP64 [3], codes at the format's maximum, non-zero inputs coded as zero, elements."""
+
+
+def observe_activations(model: Decoder, store: Observed) -> Callable[[], None]:
     """Count codes at the format's maximum and non-zero inputs coded as zero, on the middle block.
 
-    Fills store[role] = [saturated, flushed, elements]; the returned function removes the hooks.
+    Fills `store`; the returned function removes the hooks.
     """
     middle = f"layers.{model.config.layers // 2}."
     hooked = [(n, m) for n, m in model.linears() if n.startswith(middle)]
@@ -82,10 +108,11 @@ def observe_activations(model: Decoder, store: dict[str, list[float]]) -> Callab
             if largest is None:
                 return
             codes = operand.codes[:, : operand.features].float()
-            counts = store.setdefault(role, [0.0, 0.0, 0.0])
-            counts[0] += float((codes.abs() == largest).sum())
-            counts[1] += float(((codes == 0) & (x_TK != 0)).sum())
-            counts[2] += codes.numel()
+            saturated = (codes.abs() == largest).sum()
+            flushed = ((codes == 0) & (x_TK != 0)).sum()
+            elements = torch.full_like(saturated, codes.numel())
+            counts = torch.stack([saturated, flushed, elements]).double()
+            store[role] = store[role] + counts if role in store else counts
 
         return observe
 
@@ -97,3 +124,14 @@ def observe_activations(model: Decoder, store: dict[str, list[float]]) -> Callab
             module.observe = None
 
     return remove
+
+
+def activation_shares(observed: Observed) -> dict[str, float]:
+    """quant/activation_saturated_share and activation_flushed_share of what was observed."""
+    out: dict[str, float] = {}
+    if observed:
+        rows: list[list[float]] = torch.stack(list(observed.values())).tolist()
+        for role, (saturated, flushed, count) in zip(observed, rows, strict=True):
+            out[f"quant/activation_saturated_share/{role}"] = saturated / count
+            out[f"quant/activation_flushed_share/{role}"] = flushed / count
+    return out

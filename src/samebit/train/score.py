@@ -65,10 +65,7 @@ class Scorer:
         return torch.cat([logp for logp, _, _ in self.score(model, batches)])
 
     def shadow_log_probs(self, batches: Sequence[PackedBatch]) -> torch.Tensor:
-        """The present masters run in BF16."""
+        """The present masters, which the shadow shares, run in BF16."""
         assert self.shadow is not None
-        with torch.no_grad():
-            for mine, its in zip(self.model.parameters(), self.shadow.parameters(), strict=True):
-                its.copy_(mine)
         self.shadow.refresh()
         return self.log_probs(self.shadow, batches)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from samebit.config import Config
 from samebit.models.decoder import Decoder
+from samebit.models.load import share_masters
 from samebit.reference.sampling import Transform
 from samebit.rl.advantage import outcomes
 from samebit.rl.api import Advantages, Algorithm, Correction, Normaliser, TokenBatch
@@ -26,16 +28,38 @@ from samebit.train.optim import (
     trainable,
 )
 from samebit.train.pack import PackedBatch, pack_part
-from samebit.train.quant_metrics import UpdateProbe, observe_activations
+from samebit.train.quant_metrics import (
+    Observed,
+    UpdateProbe,
+    activation_shares,
+    observe_activations,
+)
 from samebit.train.score import Outputs, Scorer, Scores
+from samebit.train.timing import PartTimer
 from samebit.types import Group
 
 
 class Rollout:
     """One step's groups with everything known about them before the first update."""
 
-    def __init__(self, groups: Sequence[Group], scores: Scores, advantages: Advantages):
-        self.groups, self.scores, self.advantages = groups, scores, advantages
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        scores: Scores,
+        advantages: Advantages,
+        device: torch.device | str = "cpu",
+    ):
+        self.groups, self.scores = groups, scores
+        self.included: list[bool] = advantages.include_B.tolist()
+        """Of each sequence, whether it has a verdict."""
+        return_T = advantages.return_T
+        self.advantages = replace(
+            advantages,
+            advantage_T=advantages.advantage_T.to(device),
+            include_B=advantages.include_B.to(device),
+            return_T=None if return_T is None else return_T.to(device),
+        )
+        """On the device: micro-batches cut their tokens out of them."""
         self.metrics = Metrics(advantages.metrics)
         self.observed: list[torch.Tensor] = []
         """Log-probs of the forwards that were compared with the sampler's, batch by batch."""
@@ -50,14 +74,27 @@ class Rollout:
 
     def mask(self, batch: PackedBatch) -> torch.Tensor:
         """Bool [C]: tokens of sequences with a verdict."""
-        return self.advantages.include_B.to(batch.sequence.device)[batch.sequence]
+        return self.advantages.include_B[batch.sequence]
+
+    def normaliser(self, batches: list[PackedBatch], limit: int) -> Normaliser:
+        """What the losses of these micro-batches together divide by, counted on the host."""
+        samples = [s for g in self.groups for s in g.samples]
+        members = range(
+            batches[0].first_sequence, batches[-1].first_sequence + batches[-1].num_sequences
+        )
+        kept = [i for i in members if self.included[i]]
+        return Normaliser(
+            num_tokens=sum(len(samples[i].ids) for i in kept),
+            num_sequences=len(kept),
+            max_length=limit,
+        )
 
 
 class Trainer:
     """Owns the optimiser and everything an update needs. One per device, beside the engine.
 
     reference: the frozen first policy (KL). shadow: a decoder of the same shape under the BF16 plan
-    (calibrated clipping). Both are None where nothing needs them.
+    (calibrated clipping); it is made to share the policy's masters. None where nothing needs them.
     """
 
     def __init__(
@@ -81,6 +118,8 @@ class Trainer:
             self.value = value
         r = config.rollout
         transform = Transform(r.temperature, r.top_k, r.top_p)
+        if shadow is not None:
+            share_masters(shadow, model)
         self.scorer = Scorer(model, self.value, reference, shadow, transform)
         self.optimizer = build_optimizer(self.parameters(), config.train)
         self.steps = 0
@@ -94,6 +133,8 @@ class Trainer:
         self.before_update: Callable[[Rollout], None] | None = None
         """Called once a step, when log-probs are known and no weight has moved; may raise."""
         self._correction_before = correction
+        self._timer = PartTimer(model.device)
+        """Of the step being run."""
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Every trained parameter by name."""
@@ -114,32 +155,38 @@ class Trainer:
         differentiated (on the scoring forward for tokens whose turn comes after an update).
         """
         self._correction_before = self.correction
-        rollout = self._prepare(groups)
-        probe = UpdateProbe(self.model)
+        timer = self._timer = PartTimer(self.model.device)
+        with timer("score"):
+            whole = self._pack(groups, range(len(groups)))
+            rollout = self._prepare(groups, whole)
+            probe = UpdateProbe(self.model)
         parts = self._mini_batches(len(groups)) * self.config.rl.epochs
         numbers: dict[str, float] = {}
         for index, part in enumerate(parts):
-            batches = self._pack(groups, part)
+            batches = whole if len(part) == len(groups) else self._pack(groups, part)
             self._prepare_correction(rollout, batches, last=index == len(parts) - 1)
             numbers |= self._update(rollout, batches, observe=index == 0)
         if self.correction.moves_bounds:
             rollout.merge(self.correction.bound_metrics(*self.algorithm.clip_bounds))
         self.steps += 1
         numbers["train/skipped_steps"] = float(self.skipped)
-        return rollout.metrics.compute() | numbers | probe.measure()
+        return rollout.metrics.compute() | numbers | probe.measure() | timer.seconds()
 
     def _pack(self, groups: Sequence[Group], part: range) -> list[PackedBatch]:
+        """Micro-batches with everything on the device, so that no forward waits for a copy."""
         budget = self.config.train.micro_batch_tokens
-        return pack_part(groups, part, budget, self.model.device)
+        batches = pack_part(groups, part, budget, self.model.device)
+        for batch in batches:
+            self.model.ops.prepare_packed(batch.layout)
+        return batches
 
     def _mini_batches(self, groups: int) -> list[range]:
         parts = self.config.rl.mini_batches
         edges = [round(i * groups / parts) for i in range(parts + 1)]
         return [range(a, b) for a, b in pairwise(edges) if b > a]
 
-    def _prepare(self, groups: Sequence[Group]) -> Rollout:
+    def _prepare(self, groups: Sequence[Group], batches: list[PackedBatch]) -> Rollout:
         """Scores before the first update, and the advantages."""
-        batches = self._pack(groups, range(len(groups)))
         scores, measured = self._scores(batches), Metrics()
         observed: list[torch.Tensor] = []
         if self._scores_first:
@@ -152,7 +199,7 @@ class Trainer:
             scores.old = scored if scores.old is None else _without_gaps(scores.old, scored)
             if self.value is not None:
                 scores.value = torch.cat([v for _, _, v in outputs if v is not None])
-        rollout = Rollout(groups, scores, self._advantages(groups, scores))
+        rollout = Rollout(groups, scores, self._advantages(groups, scores), self.model.device)
         rollout.merge(measured)
         rollout.observed = observed
         return rollout
@@ -227,6 +274,8 @@ class Trainer:
             layout=first.layout,
             predicting=first.predicting,
             first_token=first.first_token,
+            first_sequence=first.first_sequence,
+            num_sequences=sum(b.num_sequences for b in batches),
             **joined,
         )
 
@@ -239,7 +288,6 @@ class Trainer:
     ) -> TokenBatch:
         logp, entropy, value = outputs
         scores, at = rollout.scores, batch.tokens
-        first = int(batch.sequence[0])
 
         def pick(whole: torch.Tensor | None) -> torch.Tensor | None:
             return None if whole is None else whole[at].to(logp.device)
@@ -252,8 +300,8 @@ class Trainer:
             rollout_logp_T=batch.rollout_logp,
             advantage_T=advantage,
             mask_T=rollout.mask(batch),
-            sequence_T=batch.sequence - first,
-            num_sequences=int(batch.sequence[-1]) - first + 1,
+            sequence_T=batch.sequence - batch.first_sequence,
+            num_sequences=batch.num_sequences,
             ref_logp_T=pick(scores.reference),
             shadow_logp_T=shadow,
             shadow_old_logp_T=None if shadow is None else pick(scores.shadow_old),
@@ -267,41 +315,35 @@ class Trainer:
         self, rollout: Rollout, batches: list[PackedBatch], observe: bool
     ) -> dict[str, float]:
         """One optimiser step; merges metrics into the rollout's, returns the plain numbers."""
-        normaliser = self._normaliser(rollout, batches)
-        observed: dict[str, list[float]] = {}
+        normaliser = rollout.normaliser(batches, self.config.rollout.max_tokens)
+        observed: Observed = {}
         for index, batch in enumerate(batches):
-            remove = observe_activations(self.model, observed) if observe and not index else None
-            outputs = self.scorer.forward(self.model, batch)
-            if remove is not None:
-                remove()
-            if self.updates_per_step == 1:
-                rollout.merge(self._mismatch(outputs[0], batch))
-                rollout.observed.append(outputs[0].detach())
-            tokens = self._token_batch(rollout, batch, outputs)
-            loss, found = self.algorithm.loss(tokens, normaliser, self.correction)
-            rollout.merge(found)
-            loss.backward()
+            with self._timer("forward"):
+                remove = (
+                    observe_activations(self.model, observed) if observe and not index else None
+                )
+                outputs = self.scorer.forward(self.model, batch)
+                if remove is not None:
+                    remove()
+                if self.updates_per_step == 1:
+                    rollout.merge(self._mismatch(outputs[0], batch))
+                    rollout.observed.append(outputs[0].detach())
+                tokens = self._token_batch(rollout, batch, outputs)
+                loss, found = self.algorithm.loss(tokens, normaliser, self.correction)
+                rollout.merge(found)
+            with self._timer("backward"):
+                loss.backward()
         if observe and self.before_update is not None:
             self._look_before(rollout, self.before_update)
-        numbers = self._optimise()
-        for role, (saturated, flushed, count) in observed.items():
-            numbers[f"quant/activation_saturated_share/{role}"] = saturated / count
-            numbers[f"quant/activation_flushed_share/{role}"] = flushed / count
-        return numbers
+        with self._timer("optimizer"):
+            numbers = self._optimise()
+        return numbers | activation_shares(observed)
 
     def _look_before(self, rollout: Rollout, look: Callable[[Rollout], None]) -> None:
         """Call `look` with everything as it was when the step began, so that it may save that."""
         current, self.correction = self.correction, self._correction_before
         look(rollout)
         self.correction = current
-
-    def _normaliser(self, rollout: Rollout, batches: list[PackedBatch]) -> Normaliser:
-        limit = self.config.rollout.max_tokens
-        parts = [Normaliser.of(rollout.mask(b), b.sequence, limit) for b in batches]
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total
 
     def _optimise(self) -> dict[str, float]:
         """Clip and step, or skip where a gradient is not finite; then requantise and clear.

@@ -1,0 +1,1 @@
+"""Suites: GROUP (the command that runs it), ABOUT, `cases()`, and TARGETS if it has any."""

@@ -1,0 +1,107 @@
+"""`samebit bench`: measure kernels, rollout or a training step on this machine's GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from samebit.cli.arguments import Arguments, Option, expect, help_text, parse
+
+USAGE = "samebit bench kernels|rollout|step|SUITE [--rows PATTERN] [--seconds N] [--out DIR]"
+ABOUT = (
+    "Measures row by row on a Hopper GPU, beside the library and the roofline, and keeps one JSON\n"
+    "record a row in DIR: a row measured again replaces its record, so short commands add up. Prints\n"
+    "the target table at the end. Correctness is the tests' business, not this command's."
+)
+OPTIONS = (
+    Option("rows", "PATTERN[,PATTERN]", "only rows whose name holds or matches a pattern"),
+    Option("seconds", "N", "start no row after this long (default: 300)"),
+    Option("out", "DIR", "folder of the records (default: bench/results/h200)"),
+    Option("workers", "N", "processes that compile in advance (default: 8; 0: none)"),
+    Option("commit", "ID", "what to record where the source is in no repository"),
+    Option("list", "", "print the rows and stop"),
+    Option("table", "", "print the target table of the records there are, and measure nothing"),
+)
+
+
+def run(args: Sequence[str]) -> int:
+    """Measure; 1 when a row failed."""
+    found = parse(args, OPTIONS)
+    if found.flag("help"):
+        print(help_text(USAGE, ABOUT, OPTIONS))
+        return 0
+    (name,) = expect(found, ["kernels|rollout|step|SUITE"], USAGE)
+    from samebit.bench import api
+
+    suites = api.suites_of(name)
+    patterns = [p for p in found.text("rows").split(",") if p]
+    out = Path(found.text("out", "bench/results/h200"))
+    if found.flag("list"):
+        for suite, case in api.every_case(suites, patterns):
+            print(f"{suite:12s} {case.name}")
+        return 0
+    if found.flag("table"):
+        _print_table(suites, out)
+        return 0
+    cases = list(api.every_case(suites, patterns))
+    _require_gpu(name)
+    return _measure(found, suites, cases, out)
+
+
+def _require_gpu(name: str) -> None:
+    import torch
+
+    from samebit.quant.ops import missing_for_cuda
+
+    missing = missing_for_cuda(torch.device("cuda"))
+    if missing is not None:
+        raise ValueError(
+            f"samebit bench {name} measures a Hopper GPU, and here {missing}. --table prints the "
+            "records there are; CPU rollout speed is bench/rollout.py's"
+        )
+
+
+def _measure(
+    found: Arguments, suites: dict[str, ModuleType], cases: list[tuple[str, Any]], out: Path
+) -> int:
+    from samebit.bench import api, records, runner
+
+    seconds = found.number("seconds", 300)
+    workers = found.number("workers", 8, least=0)
+    runner.compile_in_advance(list(suites), [case.name for _, case in cases], workers, seconds / 2)
+    about = records.provenance(found.text("commit"))
+    file_of = {case.name: out / api.file_name(suite, suites[suite]) for suite, case in cases}
+
+    def keep(case: Any, fields: dict[str, Any]) -> None:
+        record = {"row": case.name, **records.rounded(fields), **about}
+        records.add(file_of[case.name], record)
+        print(f"{case.name:44s} {_short(records.rounded(fields))}", flush=True)
+
+    done = api.run_cases((case for _, case in cases), runner.measure, seconds, keep)
+    for row, error in done.failed.items():
+        print(f"FAILED {row}: {error}")
+    if done.left:
+        print(f"no time for {len(done.left)} rows, the next of them {done.left[0]}: run again")
+    print()
+    _print_table(suites, out)
+    return 1 if done.failed else 0
+
+
+def _short(fields: dict[str, Any]) -> str:
+    shown = [f"{k} {v:g}" for k, v in fields.items() if isinstance(v, float)]
+    return "  ".join(shown[:9])
+
+
+def _print_table(suites: dict[str, ModuleType], out: Path) -> None:
+    from samebit.bench import api, records, targets
+
+    lines = []
+    for name, suite in suites.items():
+        held = records.read(out / api.file_name(name, suite))
+        lines += [targets.evaluate(t, held) for t in getattr(suite, "TARGETS", ())]
+    if lines:
+        print(targets.table(lines))
+    else:
+        print("no targets are stated for this suite; the records say what was measured")

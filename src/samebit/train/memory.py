@@ -1,0 +1,236 @@
+"""What a run will take on the device, from shapes alone, and which setting makes each part smaller.
+
+An estimate to plan with, made before anything is loaded: weights, gradients and moments are exact, what
+the backward keeps is counted from the operators (docs/numerics.md says which values those are), the
+temporaries of one block are an allowance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from samebit.config import Config
+from samebit.formats import BLOCK, get_format
+from samebit.layers.kv import row_bytes
+from samebit.models.config import ModelConfig
+from samebit.operand import pad_to_block
+from samebit.quant.plan import LinearShape, Plan
+from samebit.spec import BF16, Precision
+from samebit.train.quant_metrics import CODES_LIMIT
+
+GIB = 1 << 30
+_HEAD_CHUNK = 33 * 128
+"""Ids of the vocabulary whose gradient exists at a time (kernels/head_backward.py)."""
+_SLICES = 4 << 28
+"""Moments of two slices on the device with optimizer_states = "host" (train/states_host.py)."""
+LEVELS = ("none", "codes", "mlp", "block")
+"""train.recompute, from what keeps most to what keeps least."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One use of memory, in bytes. lever: the setting that makes it smaller; "" where none does."""
+
+    name: str
+    size: int
+    lever: str = ""
+    saves: int = 0
+    """Bytes that the lever gives back."""
+    host: bool = False
+    """In host memory, not on the device."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The parts of a run in order; `total` of the device's."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device during training, the KV cache apart (it is given back)."""
+        return sum(p.size for p in self.parts if not p.host and p.name != "KV cache")
+
+    @property
+    def cache(self) -> int:
+        """Bytes of the KV cache."""
+        return sum(p.size for p in self.parts if p.name == "KV cache")
+
+    @property
+    def largest_lever(self) -> Part | None:
+        """The part whose lever gives back most."""
+        useful = [p for p in self.parts if p.lever and p.saves and p.name != "KV cache"]
+        return max(useful, key=lambda p: p.saves, default=None)
+
+    def describe(self, available: int = 0) -> str:
+        """A table for people; available: bytes of the device (0: unknown)."""
+        lines = ["memory on the device during training (estimated):"]
+        for p in self.parts:
+            if p.size:
+                where = "  (host memory)" if p.host else ""
+                lever = f"  less with {p.lever}: -{_gib(p.saves)}" if p.lever and p.saves else ""
+                lines.append(f"  {p.name:38s} {_gib(p.size)}{where}{lever}")
+        lines.append(f"  {'training, together':38s} {_gib(self.total)}")
+        if available:
+            left = available - self.total
+            verdict = f"{_gib(left)} of {_gib(available)} are left"
+            if left < 0:
+                lever = self.largest_lever
+                use = "" if lever is None else f"; most is won with {lever.lever}"
+                verdict = f"{_gib(-left)} more than the {_gib(available)} there are{use}"
+            lines.append(f"  {verdict.strip()}")
+        return "\n".join(lines)
+
+    def advice(self, phase: str) -> str:
+        """What to change after the device ran out of memory in a phase (rollout or train)."""
+        if phase == "rollout":
+            return "lower rollout.max_batch or rollout.cache_tokens"
+        lever = self.largest_lever
+        if lever is None:
+            return "lower train.micro_batch_tokens"
+        return f"the largest saving is {lever.lever}: about {_gib(lever.saves).strip()} of {lever.name}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:7.2f} GiB"
+
+
+def _weight_bytes(shape: LinearShape, precision: Precision) -> int:
+    rows = [n for _, n in shape.parts]
+    if precision.block is None:
+        return sum(rows) * shape.in_features * get_format(precision.format).bytes
+    n, k = sum(pad_to_block(r) for r in rows), pad_to_block(shape.in_features)
+    scales = n if precision.block == (1, 0) else n // BLOCK * (k // BLOCK)
+    return n * k * get_format(precision.format).bytes + 4 * scales
+
+
+def _operand_bytes(features: int, precision: Precision) -> int:
+    """Bytes a token of a linear's input as codes; 0 for BF16, which is made again."""
+    if precision.block is None:
+        return 0
+    k = pad_to_block(features)
+    scales = 1 if precision.block == (1, 0) else k // BLOCK
+    return k * get_format(precision.format).bytes + 4 * scales
+
+
+def activation_bytes(model: ModelConfig, plan: Plan, recompute: str) -> int:
+    """Bytes a token that one block keeps between forward and backward, at a recompute level."""
+    flow = plan.recipe.train
+    query, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    kept = 2 * 2 * model.hidden  # the two residual sums
+    if recompute == "block":
+        return kept
+    if model.qk_norm or flow.attention.kv.block is None:
+        kept += 2 * (query + 2 * kv)
+    else:
+        kept += query + 2 * kv + 4 * (model.heads + 2 * model.kv_heads)
+    kept += 2 * query + 4 * model.heads  # attention's output and log-sum-exp
+    if recompute == "mlp":
+        return kept
+    kept += 2 * 2 * model.intermediate  # gate and up
+    if recompute == "codes":
+        return kept
+    inputs = (
+        (model.hidden, flow.qkv),
+        (query, flow.out),
+        (model.hidden, flow.gate_up),
+        (model.intermediate, flow.down),
+    )
+    return kept + sum(_operand_bytes(width, gemm.lhs) for width, gemm in inputs)
+
+
+def _passing_bytes(model: ModelConfig) -> int:
+    """An allowance, bytes a token, for one block's temporaries: gate, up, their gradients, their codes."""
+    return 2 * 2 * 2 * model.intermediate + 4 * model.intermediate + 8 * model.hidden
+
+
+def parameter_count(model: ModelConfig, plan: Plan) -> int:
+    """Trained parameters, tied ones once."""
+    inside = sum(
+        sum(n for _, n in s.parts) * (s.in_features + (model.qkv_bias and s.role == "qkv"))
+        for s in plan.linears
+        if s.role != "head"
+    )
+    tables = model.vocab_size * model.hidden * (1 if model.tied else 2)
+    gains = model.layers * (2 * model.hidden + 2 * model.head_dim * model.qk_norm) + model.hidden
+    return inside + tables + gains
+
+
+def _weights(model: ModelConfig, plan: Plan) -> int:
+    """Both forwards' weights, one object where they agree, and the head's BF16 copy."""
+    rollout, train = plan.recipe.rollout, plan.recipe.train
+    size = 2 * model.vocab_size * model.hidden
+    for shape in plan.linears:
+        if shape.role != "head":
+            kinds = {flow.gemm(shape.role).rhs for flow in (rollout, train)}
+            size += sum(_weight_bytes(shape, kind) for kind in kinds)
+    return size
+
+
+def _moments(count: int, states: str) -> list[Part]:
+    if states == "8bit":
+        lever = 'train.optimizer_states = "host"'
+        return [
+            Part("moments (8-bit)", 2 * count + count // 32, lever, max(0, 2 * count - _SLICES))
+        ]
+    if states == "host":
+        return [
+            Part("moments (slices in use)", min(_SLICES, 8 * count)),
+            Part("moments", 8 * count, host=True),
+        ]
+    lever = 'train.optimizer_states = "8bit"'
+    return [Part("moments (FP32)", 8 * count, lever, 6 * count)]
+
+
+def _frozen(model: ModelConfig, plan: Plan, needs: frozenset[str]) -> list[Part]:
+    """The reference policy (its weights, no masters) and the BF16 shadow (the policy's own masters)."""
+    parts = []
+    if "reference" in needs:
+        tables = 0 if model.tied else 2 * model.vocab_size * model.hidden
+        lever = "rl.kl_coefficient = 0"
+        size = _weights(model, plan) + tables
+        parts.append(Part("reference model (no masters)", size, lever, size))
+    if "shadow" in needs:
+        rows = [s for s in plan.linears if s.role != "head"]
+        size = sum(_weight_bytes(s, BF16) for s in rows) + 2 * model.vocab_size * model.hidden
+        parts.append(Part("BF16 shadow (no masters)", size))
+    return parts
+
+
+def plan_memory(
+    model: ModelConfig, plan: Plan, config: Config, needs: frozenset[str] = frozenset()
+) -> MemoryPlan:
+    """What `config` will take for this model and plan. needs: of the algorithm and its correction."""
+    train, count = config.train, parameter_count(model, plan)
+    largest_group = config.rl.group_size * config.rollout.max_tokens
+    tokens = max(train.micro_batch_tokens, largest_group)
+    each = activation_bytes(model, plan, train.recompute) * model.layers
+    kept, passing = each * tokens, _passing_bytes(model) * tokens
+    lever, saves = "", 0
+    if train.recompute != LEVELS[-1]:
+        level = LEVELS[LEVELS.index(train.recompute) + 1]
+        lever = f'train.recompute = "{level}"'
+        saves = kept - activation_bytes(model, plan, level) * model.layers * tokens
+    half = train.micro_batch_tokens // 2
+    if tokens == train.micro_batch_tokens > largest_group and kept // 2 > saves:
+        lever, saves = f"train.micro_batch_tokens = {half}", (kept + passing) // 2
+    completion = min(tokens, max(largest_group, tokens))
+    head = completion * (2 * min(_HEAD_CHUNK, model.vocab_size) + 6 * model.hidden)
+    probe = min(CODES_LIMIT, _weights(model, plan)) + 4 * (count // max(1, model.layers))
+    precision = plan.recipe.rollout.attention.kv
+    row = 2 * model.layers * model.kv_heads * row_bytes(model.head_dim, precision)
+    cache = config.rollout.cache_tokens * row
+    return MemoryPlan(
+        (
+            Part("FP32 masters", 4 * count),
+            Part(f"weights ({plan.recipe.name})", _weights(model, plan)),
+            Part("FP32 gradients", 4 * count),
+            *_moments(count, train.optimizer_states),
+            Part(f"kept for backward, {tokens:,} tokens", kept, lever, saves),
+            Part("temporaries of a block", passing),
+            Part("head (a chunk of the vocabulary)", head),
+            Part("update metrics", probe),
+            *_frozen(model, plan, needs),
+            Part("KV cache", cache, "rollout.cache_tokens", cache),
+        )
+    )
