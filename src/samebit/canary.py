@@ -14,6 +14,7 @@ import torch
 from samebit.diagnosis import Diagnosis, diagnose_mismatch, token_faults
 from samebit.engine.api import RolloutEngine
 from samebit.engine.requests import transform_of
+from samebit.errors import RunStopped
 from samebit.models.decoder import Decoder
 from samebit.trace import training_side
 from samebit.types import Group, Prompt, Sampling
@@ -28,10 +29,13 @@ NEW_TOKENS = 4
 
 
 class Canary:
-    """The fixed prompts of a run. sampling: the run's own (its transform is part of the comparison)."""
+    """The fixed prompts of a run, every so many steps.
 
-    def __init__(self, model: Decoder, sampling: Sampling) -> None:
-        self.model = model
+    sampling: the run's own (its transform is part of the comparison).
+    """
+
+    def __init__(self, model: Decoder, sampling: Sampling, every: int = 1) -> None:
+        self.model, self.every = model, every
         self.sampling = dataclasses.replace(sampling, max_tokens=NEW_TOKENS, stop=(), stop_ids=())
         limit, room = model.config.tokenizer_size, model.config.max_position - NEW_TOKENS
         self.prompts = [
@@ -39,6 +43,24 @@ class Canary:
             Prompt(f"canary-{n}", tuple((7 + 7919 * (i + n)) % limit for i in range(n)), "")
             for n in (min(length, room) for length in LENGTHS)
         ]
+
+    @classmethod
+    def of(cls, model: Decoder, every: int, sampling: Sampling) -> Canary | None:
+        """The canary of a run: none on a CPU, whose every token is compared, or of a mixed recipe."""
+        if not every or model.device.type == "cpu" or not model.plan.unified:
+            return None
+        return cls(model, sampling, every)
+
+    def check(self, engine: RolloutEngine, step: int) -> None:
+        """RunStopped, where it is due after `step` finished steps and a bit differs."""
+        if step % self.every:
+            return
+        found = self.sing(engine, step)
+        if found is not None:
+            raise RunStopped(
+                f"canary after step {step}: engine and trainer differ ({found.role}; "
+                f"{found.phase}; {found.where}). No token was drawn from these weights for training"
+            )
 
     def sing(self, engine: RolloutEngine, step: int) -> Diagnosis | None:
         """None when every token has the same bits on both sides, else what differs, operator named."""

@@ -49,6 +49,7 @@ _RULES: dict[str, _Rule] = {
     "run.save_every": _least(0),
     "run.keep_checkpoints": _least(1),
     "run.save_samples": _least(0),
+    "run.canary": _least(0),
     "run.max_skipped_steps": _least(0),
     "task.name": (bool, "must not be empty"),
     "rollout.max_tokens": _COUNT,

@@ -103,7 +103,7 @@ def same_as_trainer(config: ModelConfig, recipe: str, new: int = 40) -> dict[str
         "differing": [c[0] for c in counts], "tokens": [c[1] for c in counts],
         "largest": max(c[2] for c in counts), "again": again, "leaked": lost,
         "captures": captures, "preemptions": stats.preemptions, "dropped": stats.dropped_tokens,
-        "idle": round(stats.idle_share, 3),
+        "idle": round(engine.idle_share, 3),
         "ok": not any(c[0] for c in counts) and not again and not lost
         and captures[0] == captures[-1],
     }  # fmt: skip

@@ -47,6 +47,11 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    @property
+    def idle_share(self) -> float:
+        """Share of the rows of the last `generate`'s decode steps that computed nothing of use."""
+        ...
+
     def refresh(self) -> None:
         """Drop everything derived from older weights; call after the model's own refresh."""
         ...

@@ -220,5 +220,3 @@ def weight_addresses(model: Decoder) -> tuple[int, ...]:
         weight = module.weights["rollout"]
         tensors += [weight.codes, weight.scale]
     return tuple(0 if t is None else t.data_ptr() for t in tensors)
-
-

@@ -72,6 +72,11 @@ class Engine:
         token, logp = self.model.sample(hidden, transform, [state.counter])
         state.push(int(token), float(logp), self.model.version)
 
+    @property
+    def idle_share(self) -> float:
+        """Every forward is of one sample."""
+        return 0.0
+
     def refresh(self) -> None:
         """Nothing is kept between tokens, so nothing can be stale."""
 

@@ -81,6 +81,7 @@ class Engine:
         self._store: PageStore | None = None
         self._step: EagerStep | GraphStep | None = None
         self.stats = SchedulerStats()
+        self._rows_before = (0, 0)
         self.pool: PagePool | None = None
         self.prefix: PrefixCache | None = None
         self._version = model.version
@@ -130,6 +131,7 @@ class Engine:
         for state in states:
             scheduler.add(state)
         self._abort.clear()
+        self._rows_before = self._rows()
         pipeline = self._pipeline(scheduler, transform, states)
         turn: Callable[[], tuple[int, int]] = (
             pipeline.turn if pipeline else lambda: self._turn(scheduler, transform)
@@ -164,9 +166,7 @@ class Engine:
         store = scheduler.pool.store
         if self._step is None or self._step.store is not store:
             longest = self.model.config.max_position
-            state = DecodeState(
-                self.config.max_batch, longest, self.page_size, self.model.device
-            )
+            state = DecodeState(self.config.max_batch, longest, self.page_size, self.model.device)
             eager = EagerStep(self.model, store, state)
             self._step = GraphStep(eager, self.stats) if self._on_gpu else eager
         if isinstance(self._step, GraphStep):
@@ -267,6 +267,16 @@ class Engine:
         self.pool = self.prefix = None
         if self._memory is not None:
             self._memory.resize(0)
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the rows of the last `generate`'s decode steps that computed nothing of use."""
+        rows, used = (now - then for now, then in zip(self._rows(), self._rows_before, strict=True))
+        return 1.0 - used / rows if rows else 0.0
+
+    def _rows(self) -> tuple[int, int]:
+        """(rows of all decode steps, rows that gave a token)."""
+        return self.stats.decode_rows, self.stats.decode_tokens - self.stats.dropped_tokens
 
     def refresh(self) -> None:
         """Forget all cached K, V and hidden rows: they belong to older weights."""

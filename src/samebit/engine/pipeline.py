@@ -207,9 +207,7 @@ class Pipeline:
         bucket = places.compact(self.buckets)
         rows = np.flatnonzero(places.active)
         bound = smallest_at_least(self.bounds, int(table[rows, 0].max()) + 1)
-        if isinstance(self.step, GraphStep) and self.step.prepared(
-            bucket, bound, self.transform
-        ):
+        if isinstance(self.step, GraphStep) and self.step.prepared(bucket, bound, self.transform):
             places.dirty = True
         if places.dirty:
             self.state.upload(bucket)

@@ -76,12 +76,6 @@ class SchedulerStats:
     captures: int = 0
     """CUDA graphs made."""
 
-    @property
-    def idle_share(self) -> float:
-        """Share of the decode steps' rows that computed nothing of use: the price of the long tail."""
-        used = self.decode_tokens - self.dropped_tokens
-        return 1.0 - used / self.decode_rows if self.decode_rows else 0.0
-
 
 class Scheduler:
     """Slots waiting and running over one page pool."""

@@ -93,9 +93,7 @@ def sample(
     counters: list[tuple[int, int, int]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids int64 [T], log-probs FP32 [T]); the log-prob is `log_prob`'s for that id, bit for bit."""
-    ids, logp = draw(
-        hidden_TK, head, vocabulary, transform, noise_keys(counters, hidden_TK.device)
-    )
+    ids, logp = draw(hidden_TK, head, vocabulary, transform, noise_keys(counters, hidden_TK.device))
     lost = torch.nonzero(ids == NO_TOKEN)
     if lost.numel():
         raise ValueError(
