@@ -31,6 +31,9 @@ class RunConfig:
     """Completions written to samples.jsonl each step."""
     on_mismatch: Literal["stop", "warn"] = "stop"
     """Where a unified recipe's log-probs differ in a bit: stop before the update, or say so once."""
+    canary: int = 20
+    """Every so many steps, on a GPU with a unified recipe, a fixed prompt is decoded by the engine and
+    scored by the trainer before the rollout; a differing bit stops the run. 0 never."""
     max_skipped_steps: int = 3
     """Steps in a row with a loss or gradient that is not finite before the run stops; 0 never."""
 
@@ -65,10 +68,11 @@ class RolloutConfig:
     """A file of engine/: native (paged, continuous batching) or naive (no cache, the oracle)."""
     max_batch: int = 64
     """Sequences decoded at once."""
-    prefill_tokens: int = 512
-    """Prompt tokens processed in one forward (longer prompts are prefilled in chunks)."""
+    prefill_tokens: int = 0
+    """Prompt tokens processed in one forward (longer ones in chunks); 0: 512 on a CPU, 8192 on a GPU."""
     cache_tokens: int = 0
-    """KV cache size in tokens; 0 chooses it from max_batch and the lengths."""
+    """KV cache size in tokens; 0 chooses it from max_batch and the lengths, within 2 GB on a CPU and
+    85 % of the free memory on a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,12 @@ same thing, and `key_rows` is that thing: for each sequence, the storage row of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from samebit.formats import BLOCK
@@ -105,15 +106,59 @@ class PackedLayout(_Derived):
 class PagedLayout(_Derived):
     """A batch over a paged KV cache: prefill, chunked prefill and decode alike.
 
-    block_table: int64 [B, P], page ids of each sequence in order. query_sequence, positions:
+    block_table: int [B, P], page ids of each sequence in order. query_sequence, positions:
     int64 [T]. page_size: tokens a page. The row of K and V for (page, offset) is
-    page * page_size + offset.
+    page * page_size + offset. max_context: set where every sequence has one row, whose contexts the
+    host bounds by this but does not know (`of_step`).
     """
 
     block_table: torch.Tensor
     query_sequence: torch.Tensor
     positions: torch.Tensor
     page_size: int
+    max_context: int | None = None
+
+    @classmethod
+    def of_chunks(
+        cls,
+        chunks: Sequence[tuple[Sequence[int], int, int]],
+        page_size: int,
+        device: torch.device,
+    ) -> PagedLayout:
+        """Of (pages, first position, tokens) of each sequence: one copy to the device, none back."""
+        width = max(len(pages) for pages, _, _ in chunks)
+        lengths = [length for _, _, length in chunks]
+        table = [[*pages, *([0] * (width - len(pages)))] for pages, _, _ in chunks]
+        positions = [p for _, start, length in chunks for p in range(start, start + length)]
+        sequence = np.repeat(np.arange(len(chunks)), lengths)
+        packed = np.concatenate([np.array(table).reshape(-1), sequence, positions])
+        numbers = to_device(packed.astype(np.int64), device)
+        block_table, rest = numbers[: len(chunks) * width], numbers[len(chunks) * width :]
+        layout = cls(block_table.view(len(chunks), width), *rest.view(2, len(positions)), page_size)
+        layout.derived(
+            "host_rows", lambda: (lengths, [start + length for _, start, length in chunks])
+        )
+        return layout
+
+    @classmethod
+    def of_step(
+        cls,
+        block_table: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        context_lengths: torch.Tensor,
+        page_size: int,
+        max_context: int,
+    ) -> PagedLayout:
+        """One row a sequence, in tensors that a captured graph reads anew at every replay.
+
+        context_lengths int32 [B], 0 for idle rows; slots int64 [B].
+        """
+        rows = torch.arange(positions.numel(), device=positions.device)
+        layout = cls(block_table, rows, positions, page_size, max_context)
+        # the values that the cached properties would compute, and that must not be kept over steps
+        layout.__dict__.update(slots=slots, context_lengths=context_lengths)
+        return layout
 
     @property
     def num_tokens(self) -> int:
@@ -122,7 +167,7 @@ class PagedLayout(_Derived):
 
     @cached_property
     def context_lengths(self) -> torch.Tensor:
-        """int64 [B]: 1 + the largest position queried in each sequence (0: not queried)."""
+        """int [B]: 1 + the largest position queried in each sequence (0: not queried)."""
         out = torch.zeros(
             self.block_table.shape[0], dtype=torch.int64, device=self.positions.device
         )
@@ -139,6 +184,14 @@ class PagedLayout(_Derived):
         """int64 [T]: the cache row each batch row's K and V are written to."""
         page = self.block_table[self.query_sequence, self.positions // self.page_size]
         return page * self.page_size + self.positions % self.page_size
+
+
+def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A tensor of `values` on `device`; a GPU takes it from pinned memory while the host goes on."""
+    tensor = torch.from_numpy(values)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 Layout = PackedLayout | PagedLayout

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from samebit.bundle import pinned_checkpoints
+from samebit.canary import Canary
 from samebit.clock import Clock
 from samebit.config import Config
 from samebit.config_dump import dump
@@ -75,6 +76,7 @@ class Run:
         self.engine = load_engine(config.rollout.engine)(
             self.model, config.rollout, self.tokenizer, config.seed
         )
+        self.canary = Canary.of(self.model, config.run.canary, self.sampling)
         self.clock = Clock()
         """Of the step being run."""
         self.progress = Progress()
@@ -205,6 +207,9 @@ class Run:
         """One rollout and the updates on it; advances `progress`."""
         clock = self.clock = Clock()
         self.watchdog.step = self.progress.step + 1
+        if self.canary is not None:
+            with clock("canary"):
+                self.canary.check(self.engine, self.progress.step)
         groups, metrics, progress = self._collect(clock)
         with self.signals.shield():
             if groups:
@@ -219,6 +224,8 @@ class Run:
         tokens = metrics["rollout/tokens"]
         metrics["perf/rollout_tokens_per_s"] = tokens / max(1e-9, metrics["time/rollout_s"])
         metrics["perf/step_tokens_per_s"] = tokens / max(1e-9, metrics["time/step_s"])
+        if self.model.device.type == "cuda":
+            metrics["perf/decode_idle_share"] = self.engine.idle_share
         if groups:
             epochs = self.config.rl.epochs
             metrics |= training_rates(self.model, groups, epochs, metrics["time/train_s"])

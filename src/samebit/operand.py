@@ -37,7 +37,10 @@ class Operand:
 
 @dataclass(frozen=True)
 class HeadCodes:
-    """Q, K or V as FP8 attention reads it: e4m3 codes [S, heads, D], FP32 scale [S, heads]."""
+    """Q, K or V as FP8 attention reads it: e4m3 codes [S, heads, D], FP32 scale [S, heads].
+
+    A paged store has pages and rows in S's place: [pages, page size, heads, D].
+    """
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -51,8 +54,8 @@ class HeadCodes:
         """BF16 [S, heads, D]: what the backward differentiates at."""
         return (self.codes.float() * self.scale[..., None]).bfloat16()
 
-    def put(self, rows: torch.Tensor, other: HeadCodes) -> None:
-        """Write `other` to these rows."""
+    def put(self, rows: torch.Tensor | tuple[torch.Tensor, ...], other: HeadCodes) -> None:
+        """Write `other` to these rows, or (pages, offsets)."""
         self.codes.view(torch.uint8)[rows] = other.codes.view(torch.uint8)
         self.scale[rows] = other.scale
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from samebit.layers.kv import KVStore
+from samebit.layers.kv import AnyStore, page_size_for
 from samebit.layers.linear import Linear
 from samebit.layout import PackedLayout, PagedLayout, Segment
 from samebit.models.decoder import Decoder
@@ -22,7 +22,6 @@ from samebit.reference.sampling import Transform
 Token = tuple[int, int]
 """(sequence, position)."""
 
-PAGE_SIZE = 16
 PLAIN = Transform(1.0, 0, 1.0)
 """The model's own distribution: temperature 1, nothing cut off."""
 
@@ -113,7 +112,7 @@ def rollout_side(
     sequences: Sequence[Sequence[int]],
     chunk: int = 1,
     digests: bool = True,
-    between: Callable[[int, KVStore], None] | None = None,
+    between: Callable[[int, AnyStore], None] | None = None,
     transform: Transform = PLAIN,
 ) -> Trace:
     """Every sequence through a paged cache, `chunk` tokens of each a forward (1: decode).
@@ -121,9 +120,10 @@ def rollout_side(
     Shorter sequences leave the batch when they end. between: called after each forward with its
     number and the cache (tests plant faults there).
     """
-    pages = [-(-len(ids) // PAGE_SIZE) for ids in sequences]
+    page_size = page_size_for(model.device)
+    pages = [-(-len(ids) // page_size) for ids in sequences]
     table = _scattered_pages(pages)
-    cache = model.new_cache(sum(pages) * PAGE_SIZE)
+    cache = model.new_cache(sum(pages) * page_size)
     recorder, parts = Recorder(), {}
     longest = max(len(ids) for ids in sequences)
     for number, first in enumerate(range(0, longest, chunk)):
@@ -136,7 +136,7 @@ def rollout_side(
             table.to(model.device),
             torch.tensor([s for s, _ in batch]).to(model.device),
             torch.tensor([p for _, p in batch]).to(model.device),
-            PAGE_SIZE,
+            page_size,
         )
         ids = torch.tensor([sequences[s][p] for s, p in batch]).to(model.device)
         tap = recorder.tap(batch) if digests else None

@@ -16,7 +16,7 @@ from samebit.types import Group, Prompt, Sampling
 Progress = Callable[[int, int, int], None]
 """Called after every forward with (samples finished, samples asked for, tokens drawn so far)."""
 
-_HELPERS = ("api", "cache", "requests", "scheduler")
+_HELPERS = ("api", "cache", "decode", "memory", "pipeline", "requests", "scheduler")
 
 
 class RolloutEngine(Protocol):
@@ -47,8 +47,17 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    @property
+    def idle_share(self) -> float:
+        """Share of the rows of the last `generate`'s decode steps that computed nothing of use."""
+        ...
+
     def refresh(self) -> None:
         """Drop everything derived from older weights; call after the model's own refresh."""
+        ...
+
+    def release(self) -> None:
+        """Give the cache's memory back until the next `generate`, which takes it again by itself."""
         ...
 
     def abort(self) -> None:

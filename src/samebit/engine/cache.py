@@ -11,20 +11,19 @@ from dataclasses import dataclass
 
 import torch
 
-from samebit.layers.kv import KVStore
-
-PAGE_SIZE = 16
-"""Tokens a page. Small pages share more of a common prefix; no bit depends on it, because attention
-walks keys in blocks of absolute positions whatever page they lie on."""
+from samebit.layers.kv import AnyStore, PageCopy
 
 
 class PagePool:
-    """Reference-counted pages of one KVStore; row of (page, offset): page * page_size + offset."""
+    """Reference-counted pages of one store; row of (page, offset): page * page_size + offset.
 
-    def __init__(self, store: KVStore, num_pages: int, page_size: int = PAGE_SIZE) -> None:
+    Pages below `first` are nobody's (idle rows of a decode step write to page 0).
+    """
+
+    def __init__(self, store: AnyStore, num_pages: int, page_size: int, first: int = 0) -> None:
         self.store, self.num_pages, self.page_size = store, num_pages, page_size
-        self.references = [0] * num_pages
-        self._free = list(range(num_pages - 1, -1, -1))
+        self.references = [0] * (first + num_pages)
+        self._free = list(range(first + num_pages - 1, first - 1, -1))
 
     @property
     def num_free(self) -> int:
@@ -54,15 +53,10 @@ class PagePool:
         if self.references[page] == 0:
             self._free.append(page)
 
-    def copy(self, pairs: list[tuple[int, int, int]]) -> None:
+    def copy(self, pairs: list[PageCopy]) -> None:
         """Copy the first n rows of source pages to target pages; pairs are (source, target, n)."""
-        if not pairs:
-            return
-        rows = [
-            (s * self.page_size + i, t * self.page_size + i) for s, t, n in pairs for i in range(n)
-        ]
-        source, target = torch.tensor(rows, device=self.store.keys[0].device).unbind(1)
-        self.store.copy_rows(source, target)
+        if pairs:
+            self.store.copy(pairs, self.page_size)
 
 
 @dataclass

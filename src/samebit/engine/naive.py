@@ -72,8 +72,16 @@ class Engine:
         token, logp = self.model.sample(hidden, transform, [state.counter])
         state.push(int(token), float(logp), self.model.version)
 
+    @property
+    def idle_share(self) -> float:
+        """Every forward is of one sample."""
+        return 0.0
+
     def refresh(self) -> None:
         """Nothing is kept between tokens, so nothing can be stale."""
+
+    def release(self) -> None:
+        """No memory is kept."""
 
     def abort(self) -> None:
         """End the `generate` in progress at its next token."""

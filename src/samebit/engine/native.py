@@ -1,28 +1,44 @@
-"""The engine: paged KV cache, continuous batching, prompts computed once, the model's modules."""
+"""The engine: paged KV cache, continuous batching, prompts computed once, the model's modules.
+
+On a CPU one forward computes prompts and decoding samples together and is read at once; on a GPU
+decode steps are CUDA graphs, launched ahead of what is read (pipeline.py). Same samples, bit for bit.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from samebit.config import RolloutConfig
 from samebit.engine.api import Progress
-from samebit.engine.cache import PAGE_SIZE, PagePool, PrefixCache
+from samebit.engine.cache import PagePool, PrefixCache
+from samebit.engine.decode import DecodeState, EagerStep, GraphStep
+from samebit.engine.memory import Reservation, free_bytes
+from samebit.engine.pipeline import Pipeline, forward
 from samebit.engine.requests import SampleState, new_states, to_groups, transform_of
-from samebit.engine.scheduler import Batch, Scheduler, SchedulerStats
-from samebit.layers.kv import row_bytes
-from samebit.layout import PagedLayout
+from samebit.engine.scheduler import Scheduler, SchedulerStats
+from samebit.formats import get_format
+from samebit.layers.kv import PageStore, page_bytes, page_size_for
 from samebit.models.decoder import Decoder
 from samebit.models.tokenizer import Tokenizer
 from samebit.reference.sampling import Transform
 from samebit.types import Group, Prompt, Sampling
 
 AUTO_CACHE_BYTES = 2 << 30
-"""Most a cache takes whose size was left to us; preemption covers what does not fit."""
+"""Most a CPU cache takes whose size was left to us; preemption covers what does not fit."""
+
+AUTO_CACHE_SHARE = 0.85
+"""Most a GPU cache takes of the memory that is free when it is taken; the rest is for activations."""
+
+MAX_HEAD_ROWS = (1 << 31) - 1
+"""Rows of one head that the kernels' 32-bit coordinates reach."""
+
+PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
+"""Prompt tokens a forward where rollout.prefill_tokens is 0."""
 
 
 def keep_freed_memory() -> None:
@@ -38,10 +54,13 @@ def keep_freed_memory() -> None:
 
 
 class Engine:
-    """See `RolloutEngine`. The cache is allocated by the first `generate` and kept.
+    """See `RolloutEngine`. The cache is allocated by `generate` and kept until `release`.
 
     stats: counters since construction. Not re-entrant; only `abort` may be called from elsewhere.
     """
+
+    pipelined = False
+    """Whether steps are launched ahead on a CPU too (for tests)."""
 
     def __init__(
         self,
@@ -49,20 +68,26 @@ class Engine:
         config: RolloutConfig,
         tokenizer: Tokenizer | None = None,
         seed: int = 0,
-        page_size: int = PAGE_SIZE,
+        page_size: int = 0,
     ) -> None:
-        for key in ("max_batch", "prefill_tokens"):
-            if getattr(config, key) < 1:
-                raise ValueError(f"rollout.{key} is {getattr(config, key)}; it must be >= 1")
+        for key, least in (("max_batch", 1), ("prefill_tokens", 0)):
+            if getattr(config, key) < least:
+                raise ValueError(f"rollout.{key} is {getattr(config, key)}; it must be >= {least}")
         self.model, self.config, self.tokenizer, self.seed = model, config, tokenizer, seed
-        self.page_size = page_size
+        self.page_size = page_size or page_size_for(model.device)
+        self.prefill_tokens = config.prefill_tokens or PREFILL_TOKENS[model.device.type]
+        self._on_gpu = model.device.type == "cuda"
+        self._memory: Reservation | None = None
+        self._store: PageStore | None = None
+        self._step: EagerStep | GraphStep | None = None
         self.stats = SchedulerStats()
+        self._rows_before = (0, 0)
         self.pool: PagePool | None = None
         self.prefix: PrefixCache | None = None
         self._version = model.version
         self._abort = threading.Event()
         self._closed = False
-        if model.device.type == "cpu":
+        if not self._on_gpu:
             keep_freed_memory()
 
     @torch.no_grad()
@@ -101,33 +126,58 @@ class Engine:
     ) -> None:
         end = None if deadline_s is None else time.monotonic() + deadline_s
         pool, prefix = self._ready(states)
-        scheduler = Scheduler(pool, prefix, self.config.max_batch, self.config.prefill_tokens)
+        scheduler = Scheduler(pool, prefix, self.config.max_batch, self.prefill_tokens)
         scheduler.stats = self.stats
         for state in states:
             scheduler.add(state)
         self._abort.clear()
+        self._rows_before = self._rows()
+        pipeline = self._pipeline(scheduler, transform, states)
+        turn: Callable[[], tuple[int, int]] = (
+            pipeline.turn if pipeline else lambda: self._turn(scheduler, transform)
+        )
         finished = drawn = 0
         complete = False
         try:
             while scheduler.waiting or scheduler.running:
                 if self._abort.is_set() or (end is not None and time.monotonic() >= end):
                     break
-                tokens, ended = self._step(scheduler, transform)
+                tokens, ended = turn()
                 drawn, finished = drawn + tokens, finished + ended
                 if progress is not None:
                     progress(finished, len(states), drawn)
+            if pipeline is not None:
+                pipeline.drain()
             complete = True
         finally:
+            if pipeline is not None:
+                pipeline.end()
             for slot in list(scheduler.running):
                 scheduler.release(slot)
             if not complete:  # pages may be known whose rows were never written
                 prefix.clear()
 
-    def _step(self, scheduler: Scheduler, transform: Transform) -> tuple[int, int]:
+    def _pipeline(
+        self, scheduler: Scheduler, transform: Transform, states: list[SampleState]
+    ) -> Pipeline | None:
+        """The loop that launches ahead, where this engine does."""
+        if not (self._on_gpu or self.pipelined):
+            return None
+        store = scheduler.pool.store
+        if self._step is None or self._step.store is not store:
+            longest = self.model.config.max_position
+            state = DecodeState(self.config.max_batch, longest, self.page_size, self.model.device)
+            eager = EagerStep(self.model, store, state)
+            self._step = GraphStep(eager, self.stats) if self._on_gpu else eager
+        if isinstance(self._step, GraphStep):
+            self._step.check_addresses()
+        return Pipeline(self.model, scheduler, self._step, transform, states)
+
+    def _turn(self, scheduler: Scheduler, transform: Transform) -> tuple[int, int]:
         """One forward and one draw; (tokens drawn, samples finished)."""
         batch = scheduler.plan()
         if batch.num_rows:
-            scheduler.computed(batch, self._forward(batch, scheduler.pool))
+            scheduler.computed(batch, forward(self.model, batch, scheduler))
         slots = scheduler.drawing()
         assert batch.num_rows or slots, "nothing to compute and nothing to draw"
         if not slots:
@@ -144,22 +194,6 @@ class Engine:
                 ended += 1
         return len(slots), ended
 
-    def _forward(self, batch: Batch, pool: PagePool) -> torch.Tensor:
-        """Hidden rows BF16 [T, K] of a batch; its K and V are written to the pool."""
-        device = self.model.device
-        width = max(len(slot.pages) for slot, _, _ in batch.chunks)
-        table = [slot.pages + [0] * (width - len(slot.pages)) for slot, _, _ in batch.chunks]
-        sequence = [i for i, (_, _, tokens) in enumerate(batch.chunks) for _ in tokens]
-        positions = [p + i for _, p, tokens in batch.chunks for i in range(len(tokens))]
-        ids = [token for _, _, tokens in batch.chunks for token in tokens]
-        layout = PagedLayout(
-            torch.tensor(table, device=device),
-            torch.tensor(sequence, device=device),
-            torch.tensor(positions, device=device),
-            pool.page_size,
-        )
-        return self.model(torch.tensor(ids, device=device), layout, "rollout", pool.store)
-
     def _ready(self, states: list[SampleState]) -> tuple[PagePool, PrefixCache]:
         """The cache, large enough for any one sample and holding nothing of older weights."""
         if self.model.version != self._version:
@@ -175,10 +209,36 @@ class Engine:
         pages = self._num_pages(states, tokens)
         if self.pool is None or self.prefix is None or self.pool.num_pages < pages:
             self.pool = self.prefix = None  # give the old one back before taking the new
-            rows = pages * self.page_size
-            self.pool = PagePool(self.model.new_cache(rows), pages, self.page_size)
+            self.pool = self._new_pool(pages)
             self.prefix = PrefixCache(self.pool)
         return self.pool, self.prefix
+
+    def _new_pool(self, pages: int) -> PagePool:
+        size = self.page_size
+        if self._on_gpu:
+            return PagePool(self._take_memory(pages + 1), pages, size, first=1)
+        first = 1 if self.pipelined else 0
+        store = self.model.new_cache((first + pages) * size)
+        return PagePool(store, pages, size, first)
+
+    def _take_memory(self, pages: int) -> PageStore:
+        """The store, with memory behind its first `pages`; its addresses never change."""
+        if self._memory is None or self._store is None:
+            c, precision = self.model.config, self.model.plan.recipe.rollout.attention.kv
+            total = torch.cuda.mem_get_info(self.model.device)[1]
+            row = c.head_dim * get_format(precision.format).bytes
+            most = min(total, MAX_HEAD_ROWS * row) // self._page_bytes
+            self._memory = Reservation(most * self._page_bytes, self.model.device)
+            self._store = PageStore(
+                c.layers, self.page_size, c.kv_heads, c.head_dim, precision, self._memory.tensor
+            )
+        if pages > self._store.num_pages:
+            raise ValueError(
+                f"a KV cache of {pages * self.page_size} tokens is more than this GPU can address "
+                f"({self._store.num_pages * self.page_size}); set rollout.cache_tokens lower"
+            )
+        self._memory.resize(pages * self._page_bytes)
+        return self._store
 
     def _num_pages(self, states: list[SampleState], longest: int) -> int:
         size = self.page_size
@@ -188,10 +248,35 @@ class Engine:
         each = -(-longest // size) + 1
         prompts = {s.prompt.ids for s in states}
         shared = sum(sorted(-(-len(ids) // size) for ids in prompts)[-places:])
-        c = self.model.config
-        precision = self.model.plan.recipe.rollout.attention.kv
-        page_bytes = 2 * c.layers * c.kv_heads * row_bytes(c.head_dim, precision) * size
-        return max(each, min(places * each + shared, AUTO_CACHE_BYTES // page_bytes))
+        wanted = places * each + shared
+        if not self._on_gpu:
+            return max(each, min(wanted, AUTO_CACHE_BYTES // self._page_bytes))
+        if self.pool is not None and self.pool.num_pages >= wanted:
+            return self.pool.num_pages
+        mapped = 0 if self._memory is None else self._memory.mapped
+        free = free_bytes(self.model.device) + mapped
+        return max(each, min(wanted, int(free * AUTO_CACHE_SHARE) // self._page_bytes - 1))
+
+    @property
+    def _page_bytes(self) -> int:
+        c, precision = self.model.config, self.model.plan.recipe.rollout.attention.kv
+        return page_bytes(c.layers, self.page_size, c.kv_heads, c.head_dim, precision)
+
+    def release(self) -> None:
+        """Give the cache's memory back until the next `generate`; graphs and addresses stay valid."""
+        self.pool = self.prefix = None
+        if self._memory is not None:
+            self._memory.resize(0)
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the rows of the last `generate`'s decode steps that computed nothing of use."""
+        rows, used = (now - then for now, then in zip(self._rows(), self._rows_before, strict=True))
+        return 1.0 - used / rows if rows else 0.0
+
+    def _rows(self) -> tuple[int, int]:
+        """(rows of all decode steps, rows that gave a token)."""
+        return self.stats.decode_rows, self.stats.decode_tokens - self.stats.dropped_tokens
 
     def refresh(self) -> None:
         """Forget all cached K, V and hidden rows: they belong to older weights."""
@@ -204,6 +289,10 @@ class Engine:
         self._abort.set()
 
     def close(self) -> None:
-        """Give the cache back."""
-        self.pool = self.prefix = None
+        """Give everything back."""
+        self.pool = self.prefix = self._step = None
+        if self._memory is not None and not self._closed:
+            torch.cuda.synchronize(self.model.device)
+            self._memory.close()
+            self._memory = self._store = None
         self._closed = True

@@ -44,19 +44,28 @@ class SampleState:
         """Add a drawn token; sets finish_reason when it was the last one."""
         assert self.finish_reason is None
         if not math.isfinite(logp):
-            raise ValueError(
-                f"prompt {self.prompt.id!r}, sample {self.sample_id}: log-prob of token {token} is "
-                f"{logp}; the model's weights or activations are not finite"
-            )
-        self.ids.append(token)
-        self.logps.append(logp)
-        self.versions.append(version)
-        if token in self.stop_ids or self._completes_stop(token):
+            raise self.not_finite(token, logp)
+        self.extend([token], [logp], version)
+        if token in self.stop_ids or self.completes_stop(token):
             self.finish_reason = "stop"
         elif len(self.ids) >= self.limit:
             self.finish_reason = "length"
 
-    def _completes_stop(self, token: int) -> bool:
+    def extend(self, ids: list[int], logps: list[float], version: int) -> None:
+        """Add drawn tokens; whether they end the sample is the caller's to say."""
+        self.ids += ids
+        self.logps += logps
+        self.versions += [version] * len(ids)
+
+    def not_finite(self, token: int, logp: float) -> ValueError:
+        """The error of a log-prob that is no number."""
+        return ValueError(
+            f"prompt {self.prompt.id!r}, sample {self.sample_id}: log-prob of token {token} is "
+            f"{logp}; the model's weights or activations are not finite"
+        )
+
+    def completes_stop(self, token: int) -> bool:
+        """Whether the next token's text completes a stop string; to be asked once for each token."""
         if self.stream is None:
             return False
         new = len(self.stream.push(token))

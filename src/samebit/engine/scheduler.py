@@ -15,6 +15,7 @@ import torch
 
 from samebit.engine.cache import PagePool, PrefixCache
 from samebit.engine.requests import SampleState
+from samebit.layers.kv import PageCopy
 
 
 @dataclass(eq=False)
@@ -23,6 +24,7 @@ class Slot:
 
     target: tokens to compute before the next draw, fixed at admission (the prompt, and after a
     preemption what was drawn). hidden: the last token's hidden row [1, K], from which the next one is drawn.
+    ready: whether that row is, or was, there.
     """
 
     state: SampleState
@@ -30,6 +32,7 @@ class Slot:
     computed: int = 0
     target: tuple[int, ...] = ()
     hidden: torch.Tensor | None = None
+    ready: bool = False
 
     @property
     def prefilling(self) -> bool:
@@ -66,6 +69,12 @@ class SchedulerStats:
     decode_tokens: int = 0
     shared_tokens: int = 0
     preemptions: int = 0
+    decode_rows: int = 0
+    """Rows of all decode steps, idle ones included (GPU only)."""
+    dropped_tokens: int = 0
+    """Rows computed for samples that had stopped a step before (GPU only)."""
+    captures: int = 0
+    """CUDA graphs made."""
 
 
 class Scheduler:
@@ -88,6 +97,10 @@ class Scheduler:
         """The next forward: one token of each decoding slot, prompt chunks up to the budget."""
         batch = Batch()
         self._decode(batch)
+        return self.plan_prompts(batch)
+
+    def plan_prompts(self, batch: Batch) -> Batch:
+        """Prompt chunks up to the budget, added to `batch`; samples are admitted while they fit."""
         budget = self.prefill_tokens
         for slot in self.running:
             if slot.prefilling and budget > 0:
@@ -129,6 +142,7 @@ class Scheduler:
         for page in slot.pages:
             self.pool.release(page)
         slot.pages, slot.computed, slot.target, slot.hidden = [], 0, (), None
+        slot.ready = False
 
     def _chunk(self, batch: Batch, slot: Slot, budget: int) -> int:
         tokens = slot.target[slot.computed : slot.computed + budget]
@@ -140,15 +154,16 @@ class Scheduler:
 
     def _admit(self, batch: Batch | None, budget: int) -> None:
         """Start waiting slots in order; one whose prompt is being computed keeps its place."""
-        being_computed = {s.target for s in self.running if not s.state.ids and s.hidden is None}
+        being_computed = {s.target for s in self.running if not (s.state.ids or s.ready)}
         passed: list[Slot] = []
+        copies: list[PageCopy] = []
         while self.waiting and len(self.running) + len(passed) < self.max_batch:
             slot = self.waiting.popleft()
             ids = slot.state.all_ids
             if ids in being_computed:
                 passed.append(slot)
                 continue
-            if self._fork(slot):
+            if self._fork(slot, copies):
                 continue
             if batch is None or budget <= 0 or not self._start(slot, ids):
                 self.waiting.appendleft(slot)
@@ -157,11 +172,12 @@ class Scheduler:
             if not slot.state.ids:
                 being_computed.add(ids)
         self.waiting.extendleft(reversed(passed))
+        self.pool.copy(copies)
 
     def computed(self, batch: Batch, hidden_TK: torch.Tensor) -> None:
         """Take the forward's result; samples that wait for a prompt computed in it start now."""
         for slot, row in batch.last_rows:
-            slot.hidden = hidden_TK[row : row + 1]
+            slot.hidden, slot.ready = hidden_TK[row : row + 1], True
             if not slot.state.ids:
                 hidden = hidden_TK[row : row + 1].clone()
                 self.prefix.insert_prompt(slot.target, slot.pages, hidden)
@@ -171,8 +187,11 @@ class Scheduler:
         """Slots that draw a token now."""
         return [slot for slot in self.running if slot.hidden is not None]
 
-    def _fork(self, slot: Slot) -> bool:
-        """Start from a computed prompt: share its full pages, copy the half-filled one."""
+    def _fork(self, slot: Slot, copies: list[PageCopy]) -> bool:
+        """Start from a computed prompt: share its full pages, have the half-filled one copied.
+
+        A source let go here may be another's target: copies are made in order, before any write.
+        """
         ids = slot.state.prompt.ids
         entry = None if slot.state.ids else self.prefix.prompt(ids)
         if entry is None:
@@ -185,10 +204,11 @@ class Scheduler:
                     self.pool.release(page)
                 return False
             source, target = held.pop(), self.pool.allocate()
-            self.pool.copy([(source, target, tail)])
+            copies.append((source, target, tail))
             self.pool.release(source)
             held.append(target)
         slot.pages, slot.computed, slot.target, slot.hidden = held, len(ids), ids, entry.hidden
+        slot.ready = True
         self.running.append(slot)
         self.stats.shared_tokens += len(ids)
         return True

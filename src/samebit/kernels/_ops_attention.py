@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from samebit.kernels import attention_layout as kernel_layout
 from samebit.kernels.attention import attention_forward
 from samebit.kernels.attention_gradient import attention_backward as backward
 from samebit.kernels.dequantize import dequantize
-from samebit.layout import Layout, PackedLayout, PagedLayout
+from samebit.layout import Layout, PackedLayout, PagedLayout, to_device
 from samebit.operand import HeadCodes, Heads
 from samebit.spec import BF16, FP8_HEAD, FP16, Attention
 
@@ -48,7 +49,7 @@ def prepare_packed(layout: PackedLayout) -> None:
 
 
 def paged(layout: PagedLayout) -> kernel_layout.PagedLayout:
-    """The kernels' form of a paged layout, made once (one copy to the host).
+    """The kernels' form of a paged layout, made once (one copy to the host if it was built there).
 
     A sequence's rows must be consecutive in the batch, in order of position and of sequence.
     """
@@ -56,6 +57,27 @@ def paged(layout: PagedLayout) -> kernel_layout.PagedLayout:
 
 
 def _paged(layout: PagedLayout) -> kernel_layout.PagedLayout:
+    table = layout.block_table.int()
+    if layout.max_context is not None:
+        context = layout.context_lengths.int()
+        return kernel_layout.PagedLayout(table, context, None, 1, layout.max_context)
+    lengths, context = layout.derived("host_rows", lambda: _host_rows(layout))
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    decode = all(length == 1 for length in lengths)
+    numbers = to_device(np.array([*context, *starts], dtype=np.int32), layout.positions.device)
+    return kernel_layout.PagedLayout(
+        block_table=table,
+        context_lens=numbers[: len(context)],
+        query_starts=None if decode else numbers[len(context) :],
+        max_query_length=max(lengths),
+        max_context=max(context),
+    )
+
+
+def _host_rows(layout: PagedLayout) -> tuple[list[int], list[int]]:
+    """(rows, context) of each sequence, read back from the device."""
     sequence, position = torch.stack((layout.query_sequence, layout.positions)).tolist()
     count = layout.block_table.shape[0]
     lengths, context = [0] * count, [0] * count
@@ -67,18 +89,7 @@ def _paged(layout: PagedLayout) -> kernel_layout.PagedLayout:
             )
         lengths[s] += 1
         context[s] = p + 1
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    decode = all(length == 1 for length in lengths)
-    numbers = torch.tensor([*context, *starts], dtype=torch.int32).to(layout.positions.device)
-    return kernel_layout.PagedLayout(
-        block_table=layout.block_table.int(),
-        context_lens=numbers[:count],
-        query_starts=None if decode else numbers[count:],
-        max_query_length=max(lengths),
-        max_context=max(context),
-    )
+    return lengths, context
 
 
 def attention(
@@ -89,7 +100,10 @@ def attention(
     scale: float,
     spec: Attention,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out BF16 [T, H, D], log-sum-exp FP32 [T, H], natural log); see the reference."""
+    """(out BF16 [T, H, D], log-sum-exp FP32 [T, H], natural log); see the reference.
+
+    A paged layout's keys and values are rows, or pages [pages, page size, G, D] (`PageStore`).
+    """
     check_spec(spec)
     scales: dict[str, torch.Tensor] = {}
     if isinstance(q_THD, HeadCodes):

@@ -9,7 +9,7 @@ from samebit.kernels.head import HeadParts, head_log_prob, inverse_temperature, 
 from samebit.kernels.head_backward import HeadGradient, head_log_prob_backward
 from samebit.kernels.head_restrict import HeadCut, head_cut
 from samebit.kernels.sample import NO_TOKEN, noise_keys
-from samebit.kernels.sample import sample as draw
+from samebit.kernels.sample import sample as draw_tokens
 from samebit.operand import QuantizedWeight
 from samebit.reference.sampling import Transform
 
@@ -121,11 +121,7 @@ def sample(
     counters: list[tuple[int, int, int]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids int64 [T], log-probs FP32 [T]); the log-prob is `log_prob`'s for that id, bit for bit."""
-    hidden_TK = hidden_TK.contiguous()
-    inverse, cut = _distribution(hidden_TK, head, vocabulary, transform)
-    keys_T2 = noise_keys(counters, hidden_TK.device)
-    ids, logp, _ = draw(hidden_TK, head.codes, inverse, keys_T2, vocabulary, cut=cut)
-    ids = ids.long()
+    ids, logp = draw(hidden_TK, head, vocabulary, transform, noise_keys(counters, hidden_TK.device))
     lost = torch.nonzero(ids == NO_TOKEN)
     if lost.numel():
         raise ValueError(
@@ -133,3 +129,20 @@ def sample(
             "finite"
         )
     return ids, logp
+
+
+def draw(
+    hidden_TK: torch.Tensor,
+    head: QuantizedWeight,
+    vocabulary: int,
+    transform: Transform,
+    keys_T2: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sample` from noise keys int32 [T, 2] on the device, without a word to the host.
+
+    A row of NaN logits yields the id NO_TOKEN and a NaN log-prob; whoever reads them must look.
+    """
+    hidden_TK = hidden_TK.contiguous()
+    inverse, cut = _distribution(hidden_TK, head, vocabulary, transform)
+    ids, logp, _ = draw_tokens(hidden_TK, head.codes, inverse, keys_T2, vocabulary, cut=cut)
+    return ids.long(), logp

@@ -26,6 +26,7 @@ from samebit.kernels._ops_fused import (
     silu_mul_quantize,
 )
 from samebit.kernels._ops_head import (
+    draw,
     head_logits,
     log_prob,
     log_prob_backward,
@@ -60,6 +61,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "bias_grad",
+    "draw",
     "embed",
     "embed_backward",
     "gemm",

@@ -17,7 +17,7 @@ import torch
 from torch.autograd import Function
 
 from samebit.layers.gradient import deliver, keep, kept, target
-from samebit.layers.kv import KVStore
+from samebit.layers.kv import AnyStore
 from samebit.layers.linear import LinearUse
 from samebit.layout import Layout, PackedLayout
 from samebit.operand import Heads, Operand, Rotation
@@ -36,7 +36,7 @@ class ForwardCall:
 
     ops: Any
     layout: Layout
-    cache: KVStore | None
+    cache: AnyStore | None
     side: str
     attention: Attention
     rotation: Rotation

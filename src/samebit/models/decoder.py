@@ -22,7 +22,7 @@ from samebit.layers.block import (
     mlp_half,
 )
 from samebit.layers.functional import add_rms_norm, embed, log_prob, planned_log_prob
-from samebit.layers.kv import KVStore
+from samebit.layers.kv import AnyStore, KVStore, PageStore, page_bytes, page_size_for
 from samebit.layers.linear import Linear
 from samebit.layers.rope import rope_table
 from samebit.layout import Layout
@@ -178,17 +178,22 @@ class Decoder(nn.Module):
         torch._foreach_copy_([rounded for _, rounded in gains], [master for master, _ in gains])
         self.ops.refresh_weight(self.head_weight, self.head.detach())
 
-    def new_cache(self, num_rows: int) -> KVStore:
-        """An empty KV store of the precision the plan's rollout attends over."""
+    def new_cache(self, num_rows: int, page_size: int = 0) -> AnyStore:
+        """An empty KV store of the precision the plan's rollout attends over; page size 0: the device's."""
         c, precision = self.config, self.plan.recipe.rollout.attention.kv
-        return KVStore(c.layers, num_rows, c.kv_heads, c.head_dim, self.device, precision)
+        if self.device.type == "cpu":
+            return KVStore(c.layers, num_rows, c.kv_heads, c.head_dim, self.device, precision)
+        size = page_size or page_size_for(self.device)
+        record = page_bytes(c.layers, size, c.kv_heads, c.head_dim, precision)
+        raw = torch.zeros(-(-num_rows // size) * record, dtype=torch.uint8, device=self.device)
+        return PageStore(c.layers, size, c.kv_heads, c.head_dim, precision, raw)
 
     def forward(
         self,
         ids_T: torch.Tensor,
         layout: Layout,
         side: str,
-        cache: KVStore | None = None,
+        cache: AnyStore | None = None,
         tap: Tap | None = None,
     ) -> torch.Tensor:
         """Token ids int64 [T] -> final-normed hidden BF16 [T, hidden].
@@ -246,3 +251,11 @@ class Decoder(nn.Module):
         """(ids, log-probs) drawn at each row; counters are (seed, sample id, position)."""
         vocabulary = self.config.tokenizer_size
         return self.ops.sample(hidden_TK, self.head_weight, vocabulary, transform, counters)
+
+    @torch.no_grad()
+    def draw(
+        self, hidden_TK: torch.Tensor, transform: object, keys_T2: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`sample` from noise keys int32 [T, 2] on the device (`reference.sampling.stream_keys`)."""
+        vocabulary = self.config.tokenizer_size
+        return self.ops.draw(hidden_TK, self.head_weight, vocabulary, transform, keys_T2)

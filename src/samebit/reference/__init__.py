@@ -23,6 +23,7 @@ from samebit.reference.fused import (
 )
 from samebit.reference.gemm import gemm, input_grad, weight_grad
 from samebit.reference.head import (
+    draw,
     head_logits,
     log_prob,
     log_prob_backward,
@@ -48,6 +49,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "bias_grad",
+    "draw",
     "embed",
     "embed_backward",
     "gemm",

@@ -131,6 +131,29 @@ def sample(
     counters: (seed, sample id, position) of each row. The log-prob is `log_prob`'s for that id, bit
     for bit. Ties go to the smaller id.
     """
+    keys = [stream_key(*counter) for counter in counters]
+    return _draw(hidden_TK, head, vocabulary, transform, keys)
+
+
+def draw(
+    hidden_TK: torch.Tensor,
+    head: QuantizedWeight,
+    vocabulary: int,
+    transform: Transform,
+    keys_T2: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sample` from the noise keys themselves, int32 [T, 2] bit patterns of `stream_key`."""
+    keys = [(low & 0xFFFFFFFF, high & 0xFFFFFFFF) for low, high in keys_T2.tolist()]
+    return _draw(hidden_TK, head, vocabulary, transform, keys)
+
+
+def _draw(
+    hidden_TK: torch.Tensor,
+    head: QuantizedWeight,
+    vocabulary: int,
+    transform: Transform,
+    keys: list[tuple[int, int]],
+) -> tuple[torch.Tensor, torch.Tensor]:
     ids, logps = [], []
     for i in range(0, hidden_TK.shape[0], CHUNK):
         logits = head_logits(hidden_TK[i : i + CHUNK], head, vocabulary)
@@ -138,8 +161,7 @@ def sample(
         chosen = _first_argmax(logits)
         relative, lse = relative_and_normaliser(logits)
         if transform.temperature != 0.0:
-            keys = [stream_key(*c) for c in counters[i : i + CHUNK]]
-            chosen = gumbel_argmax(logits, relative, keys)
+            chosen = gumbel_argmax(logits, relative, keys[i : i + CHUNK])
         ids.append(chosen)
         logps.append(_target_log_prob(logits, lse, chosen))
     return torch.cat(ids), torch.cat(logps)

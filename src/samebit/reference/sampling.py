@@ -72,10 +72,27 @@ _CACHED = 1 << 17
 
 def stream_key(seed: int, sample_id: int, position: int) -> tuple[int, int]:
     """Two 32-bit keys of a token's noise stream (splitmix64 over the three counters)."""
-    state = 0
-    for value in (seed, sample_id, position):
-        state = _splitmix64((state ^ value) & _MASK64)
-    return state & _MASK32, state >> 32
+    key = _splitmix64((stream_state(seed, sample_id) ^ position) & _MASK64)
+    return key & _MASK32, key >> 32
+
+
+def stream_state(seed: int, sample_id: int) -> int:
+    """What a sample's tokens have in common: 64 bits, from which each position makes its key."""
+    state = _splitmix64(seed & _MASK64)
+    return _splitmix64((state ^ sample_id) & _MASK64)
+
+
+def stream_keys(state_T: torch.Tensor, position_T: torch.Tensor) -> torch.Tensor:
+    """int32 [T, 2]: the keys of `stream_key` as bit patterns, from int64 states and positions."""
+    x = (state_T ^ position_T) + _signed64(0x9E3779B97F4A7C15)
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed64(0xBF58476D1CE4E5B9)
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed64(0x94D049BB133111EB)
+    x = x ^ ((x >> 31) & ((1 << 33) - 1))
+    return x.contiguous().view(torch.int32).view(-1, 2)
+
+
+def _signed64(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
 
 
 _MASK32, _MASK64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
