@@ -45,6 +45,7 @@ from samebit.kernels._ops_linear import (
     silu_mul_linear_backward,
     weight_grad,
 )
+from samebit.kernels.library_ops import library_log_prob, library_log_prob_backward
 
 NAME = "hopper"
 ACCUMULATES = True
@@ -68,6 +69,8 @@ __all__ = [
     "gemm_parts",
     "head_logits",
     "input_grad",
+    "library_log_prob",
+    "library_log_prob_backward",
     "linear_backward",
     "log_prob",
     "log_prob_backward",
