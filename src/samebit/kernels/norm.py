@@ -8,6 +8,7 @@ alone, so a row's bits are the same whatever the number of rows and whatever is 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +44,7 @@ class RowTile:
     num_warps: int
 
 
+@functools.lru_cache
 def row_tile(width: int) -> RowTile:
     """The tile for rows of `width`; `groups` decides the sum's tree and so the bits."""
     groups = triton.next_power_of_2(triton.cdiv(width, BLOCK))

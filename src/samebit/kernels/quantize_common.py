@@ -37,7 +37,7 @@ NUMERIC_OPTIONS = {"enable_fp_fusion": False}
 
 def padded(width: int) -> int:
     """`width` rounded up to a multiple of the 128-wide block."""
-    return triton.cdiv(width, BLOCK) * BLOCK
+    return -(-width // BLOCK) * BLOCK
 
 
 def empty_activation_scale(tokens: int, width: int, device: torch.device) -> torch.Tensor:
