@@ -117,8 +117,8 @@ def _rms_norm_kernel(
         # Without the mask a NaN rstd would leak into the zero padding.
         if not WHOLE:
             y = tl.where(inside, y, 0.0)
-        bits = tl.max(magnitude_bits(widened(y)), axis=1, keep_dims=True)
         y = widened(y)
+        bits = tl.max(magnitude_bits(y), axis=1, keep_dims=True)
         if CODES == BLOCK_E4M3:
             codes, scale = block_codes(y, bits, True)
             address = scale_ptr + t * scale_stride_t + g * scale_stride_g
