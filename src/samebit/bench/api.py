@@ -37,11 +37,15 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Case:
-    """One row. Either `prepare`, whose calls are interleaved, or `measure`, which does all of it."""
+    """One row. Either `prepare`, whose calls are interleaved, or `measure`, which does all of it.
+
+    warm: launches every kernel that `measure` will, in little memory; run by processes that compile.
+    """
 
     name: str
     prepare: Callable[[], Prepared] | None = None
     measure: Callable[[], dict[str, Any]] | None = None
+    warm: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True)
