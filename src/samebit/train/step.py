@@ -318,27 +318,29 @@ class Trainer:
         normaliser = rollout.normaliser(batches, self.config.rollout.max_tokens)
         observed: Observed = {}
         for index, batch in enumerate(batches):
-            with self._timer("forward"):
-                remove = (
-                    observe_activations(self.model, observed) if observe and not index else None
-                )
-                planned = self._planned(rollout, batch, normaliser)
-                outputs = self.scorer.forward(self.model, batch, planned)
-                if remove is not None:
-                    remove()
-                if self.updates_per_step == 1:
-                    rollout.merge(self._mismatch(outputs[0], batch))
-                    rollout.observed.append(outputs[0].detach())
-                tokens = self._token_batch(rollout, batch, outputs)
-                loss, found = self.algorithm.loss(tokens, normaliser, self.correction)
-                rollout.merge(found)
-            with self._timer("backward"):
-                loss.backward()
+            remove = observe_activations(self.model, observed) if observe and not index else None
+            self.micro_batch(rollout, batch, normaliser)
+            if remove is not None:
+                remove()
         if observe and self.before_update is not None:
             self._look_before(rollout, self.before_update)
         with self._timer("optimizer"):
             numbers = self._optimise()
         return numbers | activation_shares(observed)
+
+    def micro_batch(self, rollout: Rollout, batch: PackedBatch, normaliser: Normaliser) -> None:
+        """Forward, loss and backward of one pack; gradients add up, metrics go to the rollout's."""
+        with self._timer("forward"):
+            planned = self._planned(rollout, batch, normaliser)
+            outputs = self.scorer.forward(self.model, batch, planned)
+            if self.updates_per_step == 1:
+                rollout.merge(self._mismatch(outputs[0], batch))
+                rollout.observed.append(outputs[0].detach())
+            tokens = self._token_batch(rollout, batch, outputs)
+            loss, found = self.algorithm.loss(tokens, normaliser, self.correction)
+            rollout.merge(found)
+        with self._timer("backward"):
+            loss.backward()
 
     def _planned(
         self, rollout: Rollout, batch: PackedBatch, normaliser: Normaliser

@@ -1,0 +1,186 @@
+"""The training phase at the shapes of 8B models: our recipes and a plain torch step, side by side.
+
+A row is one micro-batch (forward, GRPO loss on random advantages, backward) of every arm in turn, at
+two depths: their difference is a layer, the rest is embedding, head and loss. `full_ms` is the whole
+depth made of these, `phase_s` 256 sequences with one optimiser step and requantising. Rows `whole/...`
+run all layers.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from samebit.bench.api import Case, Target
+
+GROUP = "step"
+ABOUT = "training phase of 8B models by recipe, beside a plain torch BF16 step"
+
+ARMS = ("fp8", "fp8-kv", "bf16", "bf16-fast", "torch")
+TOKENS = 16384
+FEW, MANY = 2, 6
+"""Depths whose difference is a layer."""
+SEQUENCES = 256
+"""Of a step."""
+ROUNDS = 5
+
+TARGETS = (
+    Target("training phase, fp8 over bf16-fast", "step", "micro/*", "fp8_over_bf16-fast", 1.25, 1.45,
+           reduce="worst"),
+    Target("training phase, bf16-fast over a plain torch BF16 step", "step", "micro/*",
+           "bf16-fast_over_torch", 0.97, 1.1, reduce="worst"),
+    Target("training phase, same-bits bf16 over bf16-fast", "step", "micro/*", "bf16_over_bf16-fast",
+           0.9, 1.0, reduce="worst"),
+)  # fmt: skip
+
+
+def cases() -> Iterator[Case]:
+    """micro/MODEL/LENGTH/RECOMPUTE and whole/MODEL/LENGTH/RECIPE/RECOMPUTE."""
+    for model in ("qwen3-8b", "llama-3.1-8b"):
+        for length in (2048, 8192):
+            for recompute in ("none", "mlp"):
+                yield Case(
+                    f"micro/{model}/{length}/{recompute}",
+                    measure=lambda m=model, n=length, r=recompute: micro(m, n, r),
+                )
+    for recipe in ("fp8", "fp8-kv", "bf16", "bf16-fast"):
+        for tokens, recompute in ((16384, "mlp"), (8192, "none")):
+            yield Case(
+                f"whole/qwen3-8b/2048/{tokens}/{recipe}/{recompute}",
+                measure=lambda r=recipe, t=tokens, c=recompute: whole("qwen3-8b", 2048, t, r, c),
+            )
+
+
+def _arms(model: str, length: int, recompute: str, names: tuple[str, ...]) -> dict[str, Any]:
+    from samebit.bench import training
+
+    config = training.shape_of(model, MANY)
+    groups = training.random_groups(config, TOKENS // length, length)
+    owner, arms = None, {}
+    for name in names:
+        if name == "torch":
+            arms[name] = training.PlainArm(config, groups)
+            continue
+        decoder = training.random_decoder(config, name, owner)
+        owner = owner or decoder
+        arms[name] = training.Arm(decoder, groups, training.settings(TOKENS, length, recompute))
+    return arms
+
+
+def micro(model: str, length: int, recompute: str, names: tuple[str, ...] = ARMS) -> dict[str, Any]:
+    """The fields of one row."""
+    import torch
+
+    from samebit.bench import training
+
+    arms = _arms(model, length, recompute, names)
+    out: dict[str, Any] = {"tokens": TOKENS, "length": length, "recompute": recompute}
+    times: dict[tuple[str, int], list[float]] = {}
+    for name, arm in list(arms.items()):
+        try:
+            for depth in (FEW, MANY):
+                arm.run(depth)
+        except Exception as error:
+            # the other arms are still worth their time
+            out[f"{name}_error"] = f"{type(error).__name__}: {error!s:.200}"
+            del arms[name]
+    for _ in range(ROUNDS):
+        for depth in (FEW, MANY):
+            for name, arm in arms.items():
+                call = training.timed(lambda a=arm, d=depth: a.run(d))
+                times.setdefault((name, depth), []).append(call)
+    layers = training.MODELS[model].layers
+    for name in arms:
+        few, many = (statistics.median(times[name, d]) for d in (FEW, MANY))
+        layer = (many - few) / (MANY - FEW)
+        rest = few - FEW * layer
+        out |= {
+            f"{name}_layer_ms": layer,
+            f"{name}_rest_ms": rest,
+            f"{name}_full_ms": rest + layers * layer,
+        }
+    out |= _optimiser(arms, model)
+    _phases(out, arms, model, length)
+    torch.cuda.synchronize()
+    return out
+
+
+def _optimiser(arms: dict[str, Any], model: str) -> dict[str, Any]:
+    """Milliseconds of an optimiser step (moments in a byte) and of requantising, scaled to all layers."""
+    from samebit.bench import training
+    from samebit.models.load import plan_for
+    from samebit.train.memory import parameter_count
+
+    out: dict[str, Any] = {}
+    for name, arm in arms.items():
+        if name == "torch":
+            continue
+        arm.model.layers = arm.layers
+        whole = training.shape_of(model)
+        held = parameter_count(arm.model.config, arm.model.plan)
+        share = parameter_count(whole, plan_for(arm.model.plan.recipe, whole))
+        if "optimizer_ms" not in out:
+            step = arm.trainer.optimizer.step
+            step()
+            time = statistics.median(training.timed(step) for _ in range(3))
+            out["optimizer_ms"] = time * share / held
+        refresh = statistics.median(training.timed(arm.model.refresh) for _ in range(3))
+        out[f"{name}_refresh_ms"] = refresh * share / held
+    return out
+
+
+def _phases(out: dict[str, Any], arms: dict[str, Any], model: str, length: int) -> None:
+    """phase_s of 256 sequences, MFU, and the ratios between arms."""
+    from samebit.bench import training
+    from samebit.train.flops import PEAK_BF16, forward_flops
+
+    rows = SEQUENCES * length
+    pairs = SEQUENCES * length * (length + 1) // 2
+    predicted = SEQUENCES * (length + 1 - training.PROMPT)
+    flops = 3 * forward_flops(training.MODELS[model], rows, pairs, predicted)
+    for name in arms:
+        packs = rows / TOKENS
+        refresh = out.get(f"{name}_refresh_ms", 0.0)
+        phase = (packs * out[f"{name}_full_ms"] + out.get("optimizer_ms", 0.0) + refresh) / 1e3
+        out[f"{name}_phase_s"] = phase
+        out[f"{name}_mfu"] = flops / phase / PEAK_BF16["NVIDIA H200"]
+    for one, other in (
+        ("fp8", "bf16-fast"),
+        ("fp8-kv", "bf16-fast"),
+        ("bf16", "bf16-fast"),
+        ("bf16-fast", "torch"),
+    ):
+        if one in arms and other in arms:
+            out[f"{one}_over_{other}"] = out[f"{other}_phase_s"] / out[f"{one}_phase_s"]
+
+
+def whole(model: str, length: int, tokens: int, recipe: str, recompute: str) -> dict[str, Any]:
+    """All layers: seconds of a micro-batch and of the optimiser, and the peak of memory beside its plan."""
+    import torch
+
+    from samebit.bench import training
+    from samebit.train.memory import GIB, plan_memory
+
+    config = training.shape_of(model)
+    settings = training.settings(tokens, length, recompute)
+    torch.cuda.reset_peak_memory_stats()
+    arm = training.Arm(
+        training.random_decoder(config, recipe),
+        training.random_groups(config, tokens // length, length),
+        settings,
+    )
+    optimizer = arm.trainer.optimizer
+    arm.run(config.layers)
+    optimizer.step()
+    torch.cuda.reset_peak_memory_stats()
+    times = [training.timed(lambda: arm.run(config.layers)) for _ in range(3)]
+    peak = torch.cuda.max_memory_allocated()
+    return {
+        "micro_ms": statistics.median(times),
+        "optimizer_ms": training.timed(optimizer.step),
+        "refresh_ms": training.timed(arm.model.refresh),
+        "peak_gib": peak / GIB,
+        "planned_gib": plan_memory(config, arm.model.plan, settings).total / GIB,
+        "tokens": tokens,
+    }
