@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= 2.13.0
+TRITON ?= 3.6.0
 PIP_FLAGS ?=
 STAMP := $(VENV)/.installed
 OUTSIDE := .venv-outside
@@ -33,12 +34,16 @@ setup: $(STAMP)
 check: $(STAMP)
 	$(BIN)/samebit check
 
-# torch first, by exact version: asked for through a range, pip may pick a build of several GB
+# torch first, by exact version: asked for through a range, pip may pick a build of several GB.
+# Its CUDA builds bring the triton they were made with, its CPU builds none: the kernels' tests need one
+# (its interpreter runs them, its compiler builds them for Hopper, both without a GPU).
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) torch==$(TORCH)
 	$(BIN)/python -m pip install --quiet --editable . --group dev
+	test "$$(uname)" != Linux || $(BIN)/python -c 'import triton' 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet triton==$(TRITON)
 	touch $(STAMP)
 
 $(OUTSIDE_STAMP): tests/rl/outside/requirements.txt

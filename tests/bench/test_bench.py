@@ -67,6 +67,13 @@ def test_rows_are_chosen_by_part_of_a_name_or_by_pattern():
         list(api.every_case({"a": suite(cases=lambda: cases)}, ["bf16"]))
 
 
+def test_only_rows_that_targets_are_about():
+    aims = (Target("a", "s", "x/*|y", "ms", 1, 2), Target("b", "s", "z", "ms", 1, 2, over="w"))
+    module = suite(cases=lambda: [Case(n) for n in ("x/1", "xx", "y", "z", "w", "v")], TARGETS=aims)
+    names = [case.name for _, case in api.every_case({"s": module}, [], only_aimed=True)]
+    assert names == ["x/1", "y", "z", "w"]
+
+
 def test_time_runs_out_between_rows_and_a_failing_row_stops_no_other():
     now = [0.0]
 

@@ -187,3 +187,24 @@ def test_restricted_backward():
     for mine, exact in zip(got[0], (h.grad, w.grad), strict=True):
         assert (mine.double() - exact).norm() / exact.norm() < 4e-3
     assert all(same_bits(a, b) for a, b in zip(*got, strict=True))
+
+
+def test_a_graph_replays_the_restricted_draw():
+    T, V, vocab = 130, 151936, 151669
+    hidden, weight = problem(T, 256, V)
+    inverse = inverse_temperature(0.9, T, "cuda")
+    keys = noise_keys([(4, i, 0) for i in range(T)], "cuda")
+
+    def draw():
+        cut = head_cut(hidden, weight, inverse, vocab, 40, 0.9)
+        return sample(hidden, weight, inverse, keys, vocab, cut=cut)
+
+    draw()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = draw()
+    hidden.copy_(problem(T, 256, V, seed=1)[0])
+    keys.copy_(noise_keys([(4, i, 1) for i in range(T)], "cuda"))
+    graph.replay()
+    again = draw()
+    assert all(same_bits(a, b) for a, b in zip(captured, again, strict=True))

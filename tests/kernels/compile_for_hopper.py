@@ -144,7 +144,7 @@ def attention_gradient(H: int, G: int, D: int) -> None:
 
 
 def head_jobs(every: bool) -> Iterator[Job]:
-    from samebit.kernels.head import head_log_prob, inverse_temperature
+    from samebit.kernels.head import head_log_prob, inverse_temperature, known_normaliser
     from samebit.kernels.head_backward import HeadGradient, head_log_prob_backward
     from samebit.kernels.head_restrict import HeadCut, scaled_logits
     from samebit.kernels.head_tile import head_tile
@@ -152,6 +152,11 @@ def head_jobs(every: bool) -> Iterator[Job]:
 
     weight = torch.zeros(512, 256, dtype=BF16)
     cut = HeadCut(torch.zeros(1024), torch.zeros(1024, dtype=torch.int32))
+
+    def known_normaliser_of() -> None:
+        x = torch.zeros(16)
+        hidden = torch.zeros(16, 256, dtype=BF16)
+        known_normaliser(hidden, weight, torch.zeros(16, dtype=torch.int64), x, x)
 
     def all_of(T: int, cut: HeadCut | None, backward: bool = False) -> None:
         # the tile of T tokens, on few of them
@@ -176,6 +181,7 @@ def head_jobs(every: bool) -> Iterator[Job]:
             yield f"head {T}", lambda T=T: all_of(T, None)
         if every or T > 16:
             yield f"head {T} restricted", lambda T=T: all_of(T, cut)
+    yield "head known normaliser", known_normaliser_of
     yield "head backward", lambda: all_of(8192, None, True)
     yield "head backward restricted", lambda: all_of(8192, cut, True)
 
@@ -187,7 +193,11 @@ def pointwise_jobs(every: bool) -> Iterator[Job]:
     from samebit.kernels.adamw_8bit import update_8bit
     from samebit.kernels.dequantize import dequantize
     from samebit.kernels.quantize_activation import quantize_activation
-    from samebit.kernels.quantize_gradient import quantize_gradient, token_group_table
+    from samebit.kernels.quantize_gradient import (
+        quantize_gradient,
+        quantize_silu_mul_gradient,
+        token_group_table,
+    )
     from samebit.kernels.quantize_row import quantize_rows
     from samebit.kernels.quantize_saved import requantize_tokens, rescale_tokens
     from samebit.kernels.quantize_weight import quantize_weight, transpose_codes
@@ -203,6 +213,10 @@ def pointwise_jobs(every: bool) -> Iterator[Job]:
         w = torch.zeros(512, K)
         yield f"quantise {K}", lambda x=x: quantize_activation(x)
         yield f"quantise gradient {K}", lambda x=x: quantize_gradient(x, groups)
+        yield (
+            f"quantise silu gradient {K}",
+            lambda x=x: quantize_silu_mul_gradient(x, x, x, groups),
+        )
         yield f"requantise {K}", lambda c=codes, s=scale, K=K: requantize_tokens(c, s, groups, K)
         yield f"rescale {K}", lambda c=codes, s=scale, K=K: rescale_tokens(c, s, groups, K)
         yield f"dequantise {K}", lambda c=codes, s=scale, K=K: dequantize(c, s, K, (1, 128))
@@ -263,6 +277,13 @@ def pointwise_jobs(every: bool) -> Iterator[Job]:
         )
 
 
+STACK_POINTER = re.compile(
+    r"(?:LOP3|SHF)\S* R\d+, [^;]*\bR1\b|PRMT\S* R\d+, (?!R\d+, 0x7610, R1\b)[^;]*\bR1\b"
+)
+"""R1 where data belongs. A PRMT 0x7610 takes its low half from the other register: R1 fills the half
+of a 16-bit value that nobody reads."""
+
+
 def report(kernel) -> dict[str, object]:
     """What is in the code, counted."""
     ptx, llir = kernel.asm["ptx"], kernel.asm["llir"]
@@ -283,7 +304,7 @@ def report(kernel) -> dict[str, object]:
         "wgmma": sorted(set(re.findall(r"wgmma\.mma_async\S*\.(m\d+n\d+k\d+)", ptx))),
         "mma_sync": len(re.findall(r"^\s*(?:@\S+\s+)?mma\.sync", ptx, re.MULTILINE)),
         "float_atomics": len(re.findall(r"\b(?:atom|red)\.[^\n]*\.(?:f16|bf16|f32|f64)", ptx)),
-        "stack_pointer_as_data": len(re.findall(r"(?:LOP3|PRMT|SHF)\S* R\d+, [^;]*\bR1\b", sass)),
+        "stack_pointer_as_data": len(STACK_POINTER.findall(sass)),
         "fusion": bool(kernel.metadata.enable_fp_fusion),
         "shared": int(kernel.metadata.shared),
     }

@@ -37,11 +37,15 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Case:
-    """One row. Either `prepare`, whose calls are interleaved, or `measure`, which does all of it."""
+    """One row. Either `prepare`, whose calls are interleaved, or `measure`, which does all of it.
+
+    warm: launches every kernel that `measure` will, in little memory; run by processes that compile.
+    """
 
     name: str
     prepare: Callable[[], Prepared] | None = None
     measure: Callable[[], dict[str, Any]] | None = None
+    warm: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,13 @@ def select(suite: ModuleType, patterns: Sequence[str]) -> list[Case]:
     return [c for c in cases if not patterns or any(matches(c.name, p) for p in patterns)]
 
 
+def aimed(suite: ModuleType, cases: Iterable[Case]) -> list[Case]:
+    """The cases that a target of the suite is about."""
+    targets = getattr(suite, "TARGETS", ())
+    patterns = [p for t in targets for p in (*t.rows.split("|"), t.over) if p]
+    return [c for c in cases if any(fnmatch.fnmatchcase(c.name, p) for p in patterns)]
+
+
 def matches(name: str, pattern: str) -> bool:
     """Whether a row's name holds `pattern`, or matches it where it has wildcards."""
     wild = any(c in pattern for c in "*?[")
@@ -141,10 +152,13 @@ def run_cases(
 
 
 def every_case(
-    suites: dict[str, ModuleType], patterns: Sequence[str]
+    suites: dict[str, ModuleType], patterns: Sequence[str], only_aimed: bool = False
 ) -> Iterator[tuple[str, Case]]:
     """(suite, case) of all selected rows; ValueError when nothing matches."""
-    found = [(name, case) for name, suite in suites.items() for case in select(suite, patterns)]
+    found = []
+    for name, suite in suites.items():
+        cases = select(suite, patterns)
+        found += [(name, case) for case in (aimed(suite, cases) if only_aimed else cases)]
     if not found:
         raise ValueError(
             f"--rows {','.join(patterns)}: no row of {', '.join(suites)} matches; --list shows them"

@@ -55,11 +55,14 @@ def _launch_once(suites: Sequence[str], rows: Sequence[str]) -> None:
     import torch
 
     for case in (c for name in suites for c in api.load_suite(name).cases()):
-        if case.name not in rows or case.prepare is None:
+        if case.name not in rows:
             continue
         try:
-            for rotation in case.prepare().calls.values():
-                rotation[0]()
+            if case.prepare is not None:
+                for rotation in case.prepare().calls.values():
+                    rotation[0]()
+            elif case.warm is not None:
+                case.warm()
             torch.cuda.synchronize()
         except Exception:
             # the row fails again, and is named, where it is measured

@@ -17,6 +17,7 @@ ABOUT = (
 )
 OPTIONS = (
     Option("rows", "PATTERN[,PATTERN]", "only rows whose name holds or matches a pattern"),
+    Option("targets", "", "only rows that a line of the target table is about"),
     Option("seconds", "N", "start no row after this long (default: 300)"),
     Option("out", "DIR", "folder of the records (default: bench/results/h200)"),
     Option("workers", "N", "processes that compile in advance (default: 8; 0: none)"),
@@ -39,13 +40,13 @@ def run(args: Sequence[str]) -> int:
     patterns = [p for p in found.text("rows").split(",") if p]
     out = Path(found.text("out", "bench/results/h200"))
     if found.flag("list"):
-        for suite, case in api.every_case(suites, patterns):
+        for suite, case in api.every_case(suites, patterns, found.flag("targets")):
             print(f"{suite:12s} {case.name}")
         return 0
     if found.flag("table"):
         _print_table(suites, out)
         return 0
-    cases = list(api.every_case(suites, patterns))
+    cases = list(api.every_case(suites, patterns, found.flag("targets")))
     _require_gpu(name)
     return _measure(found, suites, cases, out)
 

@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import triton
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -47,8 +46,14 @@ def _sm_count(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
+@functools.lru_cache
+def _layout(swizzle: int, bits: int, rank: int = 2) -> NVMMASharedLayout:
+    """Made once: checking its own fields costs as much as a launch."""
+    return NVMMASharedLayout(swizzle, bits, rank)
+
+
 def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    layout = NVMMASharedLayout(min(128, columns * tensor.element_size()), tensor.element_size() * 8)
+    layout = _layout(min(128, columns * tensor.element_size()), tensor.element_size() * 8)
     return TensorDescriptor(
         tensor, list(tensor.shape), list(tensor.stride()), [rows, columns], layout
     )
@@ -79,7 +84,7 @@ def _scale_descriptor(scale: torch.Tensor, source: int, box: int, other: TensorD
     if source != RING.value:
         return other
     length = (scale.shape[1] - 1) * scale.stride(1) + scale.shape[0]
-    return TensorDescriptor(scale, [length], [1], [box], NVMMASharedLayout(0, 32, 1))
+    return TensorDescriptor(scale, [length], [1], [box], _layout(0, 32, 1))
 
 
 def hopper_gemm(
@@ -101,7 +106,7 @@ def hopper_gemm(
     if M == 0 or N == 0:
         return out_MN
     step = 64 if mode == plain.BF16 else GROUP
-    steps = triton.cdiv(x_MK.shape[1], step)
+    steps = -(-x_MK.shape[1] // step)
     span = promote // step
     hold, depth = tile.hold, tile.depth
     if mode != plain.BLOCK:
@@ -120,7 +125,7 @@ def hopper_gemm(
     a_desc = _descriptor(a, min(tile.rows, 64), step)
     assert tile.rows == 64 * tile.consumers or (tile.rows, tile.consumers) == (32, 1)
     assert stages <= 32, "the kernel keeps 32 barriers"
-    tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(cols, tile.columns)
+    tiles = -(-rows // tile.rows) * -(-cols // tile.columns)
     grid = (min(tiles, _sm_count(out_MN.device.index or 0) * tile.per_sm),)
     hopper_gemm_kernel[grid](  # pyright: ignore[reportIndexIssue]
         a_desc, _descriptor(b, tile.columns, step),

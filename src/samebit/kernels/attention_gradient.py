@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -20,6 +22,11 @@ from samebit.kernels.attention_backward_hopper import (
 from samebit.kernels.attention_layout import PackedLayout, on_card, rows_like
 
 
+@functools.lru_cache
+def _layout(swizzle: int, bits: int) -> NVMMASharedLayout:
+    return NVMMASharedLayout(swizzle, bits, 2)
+
+
 def rows_descriptor(
     x: torch.Tensor, count: int, view: tuple[int, int, int] | None = None
 ) -> TensorDescriptor:
@@ -30,7 +37,7 @@ def rows_descriptor(
     D = x.shape[-1]
     bits = x.element_size() * 8
     rows, columns, stride = view or (x.shape[0], x.shape[1] * D, x.stride(0))
-    shared = NVMMASharedLayout(min(128, D * bits // 8), bits, 2)
+    shared = _layout(min(128, D * bits // 8), bits)
     return TensorDescriptor(x, [rows, columns], [stride, 1], [count, D], shared)
 
 

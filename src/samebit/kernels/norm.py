@@ -8,6 +8,7 @@ alone, so a row's bits are the same whatever the number of rows and whatever is 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +44,7 @@ class RowTile:
     num_warps: int
 
 
+@functools.lru_cache
 def row_tile(width: int) -> RowTile:
     """The tile for rows of `width`; `groups` decides the sum's tree and so the bits."""
     groups = triton.next_power_of_2(triton.cdiv(width, BLOCK))
@@ -115,8 +117,8 @@ def _rms_norm_kernel(
         # Without the mask a NaN rstd would leak into the zero padding.
         if not WHOLE:
             y = tl.where(inside, y, 0.0)
-        bits = tl.max(magnitude_bits(widened(y)), axis=1, keep_dims=True)
         y = widened(y)
+        bits = tl.max(magnitude_bits(y), axis=1, keep_dims=True)
         if CODES == BLOCK_E4M3:
             codes, scale = block_codes(y, bits, True)
             address = scale_ptr + t * scale_stride_t + g * scale_stride_g

@@ -26,6 +26,8 @@ NATIVE = tl.constexpr(not triton.knobs.runtime.interpret)
 FLOOR = tl.constexpr(AMAX_FLOOR)
 E4M3_LARGEST = tl.constexpr(448.0)
 INT8_LARGEST = tl.constexpr(127.0)
+PAIRED = tl.constexpr(2048)
+"""Elements from which every thread of a launch has at least two (16 warps at most)."""
 FLOOR_BITS = tl.constexpr(0x0D800000)
 RECIPROCAL_448_HIGH = tl.constexpr(float.fromhex("0x1.24924a0000000p-9"))
 RECIPROCAL_448_LOW = tl.constexpr(float.fromhex("-0x1.b6db6e0000000p-34"))
@@ -37,7 +39,7 @@ NUMERIC_OPTIONS = {"enable_fp_fusion": False}
 
 def padded(width: int) -> int:
     """`width` rounded up to a multiple of the 128-wide block."""
-    return triton.cdiv(width, BLOCK) * BLOCK
+    return -(-width // BLOCK) * BLOCK
 
 
 def empty_activation_scale(tokens: int, width: int, device: torch.device) -> torch.Tensor:
@@ -197,9 +199,10 @@ def int8_group_codes(q, bits):
 def widened(x):
     """BF16 to FP32, made anew at every use: the compiler keeps the pair, not its two FP32 values.
 
-    Half the registers of a row that is read twice, and so twice the rows in flight.
+    Half the registers of a row that is read twice, and so twice the rows in flight. Where a thread may
+    hold a single element there is no pair: its other half would be whatever a register holds.
     """
-    if NATIVE:
+    if NATIVE and x.shape[0] * x.shape[1] >= PAIRED:
         return tl.inline_asm_elementwise(
             "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }",
             "=r,=r,r", [x], dtype=tl.float32, is_pure=False, pack=2,

@@ -23,8 +23,8 @@ from samebit.kernels.quantize_common import (
 )
 from samebit.kernels.quantize_gradient import QUADS, store_quads
 
-WARPS = 8
-REGISTERS = None
+RESCALE_WARPS = 8
+REQUANTISE_WARPS = 4
 
 
 @triton.jit
@@ -142,6 +142,7 @@ def _launch(
     token_groups: torch.Tensor,
     K: int,
     scales: int,
+    warps: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     groups, Kp, device = token_groups.shape[0], codes_TK.shape[1], codes_TK.device
     assert Kp == padded(K) and token_groups.dtype == torch.int32
@@ -162,8 +163,7 @@ def _launch(
             K,
             QUADS=QUADS,
             BLOCK=BLOCK,
-            num_warps=WARPS,
-            maxnreg=REGISTERS,
+            num_warps=warps,
             **NUMERIC_OPTIONS,
         )
     return transposed, transposed_scale
@@ -178,7 +178,9 @@ def rescale_tokens(
     largest)). `K` is the unpadded width. A NaN scale makes its whole block NaN.
     """
     blocks = scale_TG.shape[1]
-    return _launch(_rescale_tokens_kernel, codes_TK, scale_TG, token_groups, K, blocks)
+    return _launch(
+        _rescale_tokens_kernel, codes_TK, scale_TG, token_groups, K, blocks, RESCALE_WARPS
+    )
 
 
 def requantize_tokens(
@@ -189,4 +191,6 @@ def requantize_tokens(
     The values are fl(code * scale) in FP32, quantised along tokens within each token group; `K` is
     the unpadded width.
     """
-    return _launch(_requantize_tokens_kernel, codes_TK, scale_TG, token_groups, K, K)
+    return _launch(
+        _requantize_tokens_kernel, codes_TK, scale_TG, token_groups, K, K, REQUANTISE_WARPS
+    )
