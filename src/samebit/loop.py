@@ -234,9 +234,7 @@ class Run:
     def _make_room(self) -> None:
         """Give the engine's cache back for the time of the update, on a device where it matters."""
         if self.model.device.type == "cuda":
-            release = getattr(self.engine, "release", None)
-            if release is not None:
-                release()
+            self.engine.release()
             torch.cuda.reset_peak_memory_stats()
 
     def _collect(self, clock: Clock) -> tuple[list[Group], dict[str, float], Progress]:

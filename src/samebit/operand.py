@@ -132,11 +132,15 @@ class QuantizedWeight:
         return tuple(offsets)
 
     def logical_rows(self) -> torch.Tensor:
-        """int64 [N]: the row of `codes` that holds each logical output row."""
-        parts = [
-            torch.arange(o, o + n) for o, n in zip(self.padded_offsets, self.rows, strict=True)
-        ]
-        return torch.cat(parts).to(self.codes.device)
+        """int64 [N]: the row of `codes` that holds each logical output row; made once."""
+
+        def make() -> torch.Tensor:
+            parts = [
+                torch.arange(o, o + n) for o, n in zip(self.padded_offsets, self.rows, strict=True)
+            ]
+            return torch.cat(parts).to(self.codes.device)
+
+        return self.kept("logical_rows", make)
 
     def derived(self, name: str, make: Callable[[], Any]) -> Any:
         """A value computed from the codes, made once per version (backends keep layouts here)."""

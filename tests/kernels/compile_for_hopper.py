@@ -144,11 +144,15 @@ def attention_gradient(H: int, G: int, D: int) -> None:
 
 
 def head_jobs(every: bool) -> Iterator[Job]:
+    from samebit.kernels import library_ops
     from samebit.kernels.head import head_log_prob, inverse_temperature, known_normaliser
     from samebit.kernels.head_backward import HeadGradient, head_log_prob_backward
     from samebit.kernels.head_restrict import HeadCut, scaled_logits
     from samebit.kernels.head_tile import head_tile
     from samebit.kernels.sample import sample
+    from samebit.operand import allocate_weight
+    from samebit.reference.sampling import Transform
+    from samebit.spec import Precision
 
     weight = torch.zeros(512, 256, dtype=BF16)
     cut = HeadCut(torch.zeros(1024), torch.zeros(1024, dtype=torch.int32))
@@ -176,12 +180,22 @@ def head_jobs(every: bool) -> Iterator[Job]:
         if cut is not None:
             scaled_logits(hidden, weight, inverse, 500, tile=tile)
 
+    def library_head() -> None:
+        stored = allocate_weight((512,), 256, Precision("bf16"), torch.device("cpu"))
+        hidden, target = torch.zeros(16, 256, dtype=BF16), torch.zeros(16, dtype=torch.int64)
+        args, x = (hidden, stored, target, 500, Transform()), torch.zeros(16)
+        *_, logits = library_ops.library_log_prob(*args)
+        for dentropy in (None, x):
+            with contextlib.suppress(NotImplementedError):  # cuBLAS's part has no CPU form
+                library_ops.library_log_prob_backward(x, dentropy, *args, x, x, logits)
+
     for T in (16, 32, 512, 8192) if every else (16, 8192):
         if every or T == 16:
             yield f"head {T}", lambda T=T: all_of(T, None)
         if every or T > 16:
             yield f"head {T} restricted", lambda T=T: all_of(T, cut)
     yield "head known normaliser", known_normaliser_of
+    yield "library head", library_head
     yield "head backward", lambda: all_of(8192, None, True)
     yield "head backward restricted", lambda: all_of(8192, cut, True)
 

@@ -57,7 +57,9 @@ def sequence_means(values_T: Tensor, batch: TokenBatch) -> Tensor:
 
 def mask_counts(batch: TokenBatch) -> Tensor:
     """Unmasked tokens per sequence, FP64 [B]."""
-    return torch.bincount(batch.sequence_T[batch.mask_T], minlength=batch.num_sequences).double()
+    counts_B = torch.zeros(batch.num_sequences, dtype=torch.int64, device=batch.mask_T.device)
+    # whole numbers: exact in any order, and unlike bincount it waits for nothing
+    return counts_B.scatter_add_(0, batch.sequence_T, batch.mask_T.long()).double()
 
 
 def averaging_weights(batch: TokenBatch, normaliser: Normaliser, averaging: Averaging) -> Tensor:
