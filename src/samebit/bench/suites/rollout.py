@@ -101,7 +101,10 @@ def shape_of(name: str, layers: int = 0):
                          "tokenizer_size": 49152, "rope_theta": 1e5, "rms_eps": 1e-5, "tied": True,
                          "max_position": 8192},
     }  # fmt: skip
-    return ModelConfig(**made[name] | ({"layers": layers} if layers else {}))
+    fields = made[name]
+    if layers:
+        fields["layers"] = layers
+    return ModelConfig(**fields)
 
 
 @functools.lru_cache(maxsize=1)
