@@ -193,7 +193,7 @@ def step_times(step: GraphStep, context: int) -> list[float]:
     bound = min(bound, step.eager.model.config.max_position)
     step.prepared(state.rows, bound, Transform())
     state.table[:, 0] = context - 1 - REPLAYS // 2
-    state.upload(state.rows, state.table.shape[1] - HEADER)
+    state.upload(state.rows)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
     for event in events[:-1]:
         event.record()

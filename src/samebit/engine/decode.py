@@ -85,9 +85,9 @@ class DecodeState:
         self.keys = zeros(rows, 2)
         self.out = zeros(rows, 2)
 
-    def upload(self, bucket: int, pages: int) -> None:
-        """Bring the host's copy of the first `bucket` rows, with their first `pages`, to the device."""
-        part = np.s_[:bucket, : HEADER + pages]
+    def upload(self, bucket: int, pages: int | None = None) -> None:
+        """Bring the host's copy of the first `bucket` rows, with their first `pages` or all, over."""
+        part = np.s_[:bucket, : None if pages is None else HEADER + pages]
         self.meta[part].copy_(to_device(np.ascontiguousarray(self.table[part]), self.device))
 
     def move(self, sources: list[int], targets: list[int]) -> None:
