@@ -34,13 +34,14 @@ def test_unified_is_what_the_name_says(name):
 
 def test_a_library_gemm_is_unified_with_nothing_and_changes_no_other_plan_s_digest():
     fast, plain = load_recipe("bf16-fast"), load_recipe("bf16")
-    assert fast.library and not plain.library and graph(fast.rollout) == graph(fast.train)
+    assert fast.library and not plain.library
+    assert {e.target for e in graph(fast.rollout) ^ graph(fast.train)} == {"head"}
     assert all(fast.train.gemm(role).library for role in ("qkv", "out", "gate_up", "down"))
-    assert not fast.train.head.library
+    assert fast.train.head.library and not fast.rollout.head.library
     assert "library" not in str(plain.to_dict()) and "'library': True" in str(fast.to_dict())
     shapes = linear_shapes(CONFIG)
     assert resolve(fast, shapes).digest != resolve(plain, shapes).digest
-    assert len(differing_edges(fast.train, plain.train)) == 8
+    assert len(differing_edges(fast.train, plain.train)) == 10
     with pytest.raises(ValueError, match="only BF16 has a library product"):
         replace(load_recipe("fp8").train.qkv, library=True)
 

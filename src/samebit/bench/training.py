@@ -92,7 +92,7 @@ def random_groups(config: ModelConfig, count: int, length: int) -> list[Group]:
             sample_id=i,
             ids=answer,
             logps=np.zeros(len(answer), dtype=np.float32),
-            versions=np.zeros(len(answer), dtype=np.int32),
+            versions=np.ones(len(answer), dtype=np.int32),
             finish_reason="length",
         )
         groups.append(Group(Prompt(str(i), tuple(ids[:PROMPT]), ""), (sample,), (0.0,)))
@@ -113,14 +113,16 @@ class Arm:
         advantage = self.rollout.advantages.advantage_T
         advantage.normal_(0.0, 1.0, generator=generator)
         self.normaliser = self.rollout.normaliser(self.batches, config.rollout.max_tokens)
-        # ratios near 1, as on policy: a clipped token has no gradient, and zeros draw less power
-        logp = self.trainer.scorer.log_probs(model, self.batches)
-        self.batches[0].rollout_logp.copy_(logp)
-        self.rollout.scores.old = logp
+        assert self.batches[0].drawn_at == model.version, "drawn under the present weights"
+        self.rollout.scores.old = self.batches[0].rollout_logp
+        self._drawn: dict[int, Tensor] = {}
 
     def run(self, layers: int) -> None:
-        """One micro-batch through the first `layers` blocks."""
+        """One micro-batch through the first `layers` blocks, on policy: the sampler agrees."""
         self.model.layers = self.layers[:layers]
+        if layers not in self._drawn:
+            self._drawn[layers] = self.trainer.scorer.log_probs(self.model, self.batches)
+        self.batches[0].rollout_logp.copy_(self._drawn[layers])
         self.trainer.micro_batch(self.rollout, self.batches[0], self.normaliser)
         self.rollout.observed.clear()
 

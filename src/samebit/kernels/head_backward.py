@@ -201,12 +201,12 @@ def head_log_prob_backward(
             hidden_TK, weight, target_T, inverse_temperature_T, lse_T, gradient, dlogits, start,
             vocab_size, parts, parts_entropy, tile, cut,
         )  # fmt: skip
-        _multiply_add(dlogits, weight, dhidden, start > 0)
-        _multiply_add(dlogits.t(), hidden_TK, dweight_VK[start : start + rows], accumulate)
+        multiply_add(dlogits, weight, dhidden, start > 0)
+        multiply_add(dlogits.t(), hidden_TK, dweight_VK[start : start + rows], accumulate)
     return dhidden, dweight_VK
 
 
-def _multiply_add(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
+def multiply_add(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
     """out (+)= a @ b with BF16 operands, FP32 accumulation and FP32 output."""
     if accumulate:
         torch.ops.aten.addmm.dtype_out(out, a, b, torch.float32, out=out)

@@ -44,6 +44,7 @@ from samebit.kernels._ops_linear import (
     refresh_weight,
     weight_grad,
 )
+from samebit.kernels.library_ops import library_log_prob, library_log_prob_backward
 
 NAME = "hopper"
 ACCUMULATES = True
@@ -67,6 +68,8 @@ __all__ = [
     "gemm_parts",
     "head_logits",
     "input_grad",
+    "library_log_prob",
+    "library_log_prob_backward",
     "linear_backward",
     "log_prob",
     "log_prob_backward",

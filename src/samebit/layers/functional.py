@@ -107,6 +107,28 @@ class _LogProb(Function):
         return dhidden, deliver(ops, master, dweight), None, None, None, None, None
 
 
+class _LibraryLogProb(Function):
+    @staticmethod
+    def forward(ctx: Any, hidden, master, head, targets, vocabulary: int, transform, ops: Any):
+        logp, entropy, *more = ops.library_log_prob(hidden, head, targets, vocabulary, transform)
+        ctx.ops, ctx.master, ctx.head = ops, master, head
+        ctx.vocabulary, ctx.transform = vocabulary, transform
+        ctx.save_for_backward(hidden, targets, entropy, *more)
+        ctx.set_materialize_grads(False)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None):
+        ops, master = ctx.ops, ctx.master
+        hidden, targets, entropy, lse, logits = ctx.saved_tensors
+        dlogp = torch.zeros_like(lse) if grads[0] is None else grads[0]
+        dhidden, dweight = ops.library_log_prob_backward(
+            dlogp, grads[1], hidden, ctx.head, targets, ctx.vocabulary, ctx.transform,
+            entropy, lse, logits, target(ops, master),
+        )  # fmt: skip
+        return dhidden, deliver(ops, master, dweight), None, None, None, None, None
+
+
 class _PlannedLogProb(Function):
     @staticmethod
     def forward(ctx: Any, hidden, master, head, targets, vocabulary: int, transform, planned, ops):
@@ -151,6 +173,11 @@ def log_prob(
     vocabulary: int,
     transform: Any,
     ops: Any,
+    library: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-prob of targets, entropy) FP32 [T]; the gradient of the head reaches `master_VK`."""
-    return _LogProb.apply(hidden_TK, master_VK, head, targets_T, vocabulary, transform, ops)  # type: ignore[return-value]
+    """(log-prob of targets, entropy) FP32 [T]; the gradient of the head reaches `master_VK`.
+
+    library: through the platform's own products, logits kept (recipes that promise no bits).
+    """
+    function = _LibraryLogProb if library else _LogProb
+    return function.apply(hidden_TK, master_VK, head, targets_T, vocabulary, transform, ops)  # type: ignore[return-value]

@@ -229,8 +229,10 @@ class Decoder(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-prob of targets, entropy) FP32 [T], differentiable, under the sampling transform."""
         vocabulary = self.config.tokenizer_size
+        library = self.plan.recipe.train.head.library
+        head, weight = self.head, self.head_weight
         return log_prob(
-            hidden_TK, self.head, self.head_weight, targets_T, vocabulary, transform, self.ops
+            hidden_TK, head, weight, targets_T, vocabulary, transform, self.ops, library
         )
 
     def planned_log_prob(

@@ -29,6 +29,7 @@ from samebit.reference.head import (
     log_prob_planned,
     sample,
 )
+from samebit.reference.library_head import library_log_prob, library_log_prob_backward
 from samebit.reference.norm import residual_add, rms_norm, rms_norm_backward
 from samebit.reference.quantize import quantize_activation, quantize_heads, refresh_weight
 from samebit.reference.rotary import rotary, rotary_backward
@@ -55,6 +56,8 @@ __all__ = [
     "gemm_parts",
     "head_logits",
     "input_grad",
+    "library_log_prob",
+    "library_log_prob_backward",
     "linear_backward",
     "log_prob",
     "log_prob_backward",

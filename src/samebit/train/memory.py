@@ -215,7 +215,8 @@ def plan_memory(
     if tokens == train.micro_batch_tokens > largest_group and kept // 2 > saves:
         lever, saves = f"train.micro_batch_tokens = {half}", (kept + passing) // 2
     completion = min(tokens, max(largest_group, tokens))
-    head = completion * (2 * min(_HEAD_CHUNK, model.vocab_size) + 6 * model.hidden)
+    logits = 2 * model.vocab_size if plan.recipe.train.head.library else 0
+    head = completion * (logits + 2 * min(_HEAD_CHUNK, model.vocab_size) + 6 * model.hidden)
     probe = min(CODES_LIMIT, _weights(model, plan)) + 4 * (count // max(1, model.layers))
     precision = plan.recipe.rollout.attention.kv
     row = 2 * model.layers * model.kv_heads * row_bytes(model.head_dim, precision)
@@ -228,7 +229,7 @@ def plan_memory(
             *_moments(count, train.optimizer_states),
             Part(f"kept for backward, {tokens:,} tokens", kept, lever, saves),
             Part("temporaries of a block", passing),
-            Part("head (a chunk of the vocabulary)", head),
+            Part("head, logits or a chunk of them", head),
             Part("update metrics", probe),
             *_frozen(model, plan, needs),
             Part("KV cache", cache, "rollout.cache_tokens", cache),
