@@ -65,29 +65,25 @@ def log(x: torch.Tensor) -> torch.Tensor:
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
     """Sum over the last axis as one fixed tree of pairwise adds: halves folded onto each other."""
-    while x.shape[-1] > 1:
-        n = x.shape[-1]
-        half = n // 2
-        folded = x[..., :half] + x[..., half : 2 * half]
-        if n % 2:
-            folded[..., 0] += x[..., -1]
-        x = folded
+    width = x.shape[-1]
+    while width > 1:
+        half = width // 2
+        first, second, *odd = x.split(half, -1)
+        x = first + second
+        if odd:
+            x[..., :1].add_(odd[0])
+        width = half
     return x[..., 0]
 
 
 def sqrt(x: torch.Tensor) -> torch.Tensor:
     """Correctly rounded FP32 square root of FP32 x >= 0.
 
-    torch's own goes through a vector library that misrounds some values (0.929395318 is one), so
-    it only proposes; the midpoints beside its answer are exact in FP64, their squares too.
+    torch's FP32 root goes through a vector library that misrounds some values (0.929395318 is one).
+    The root of a 24-bit number keeps 4 units of FP64's last place away from every midpoint of FP32,
+    so rounding a root that FP64 has within 3 units gives the right FP32 number.
     """
-    guess = torch.sqrt(x.double()).float()
-    below = torch.nextafter(guess, torch.zeros_like(guess))
-    above = torch.nextafter(guess, torch.full_like(guess, torch.inf))
-    value = x.double()
-    low = (below.double() + guess.double()) * 0.5
-    high = (guess.double() + above.double()) * 0.5
-    return torch.where(low * low > value, below, torch.where(high * high < value, above, guess))
+    return torch.sqrt(x.double()).float()
 
 
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:

@@ -45,6 +45,21 @@ def matmul_rows(x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
+def matmul_rows_fp32(x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
+    """`matmul_rows` of BF16 values held as FP32: FP32 sums, returned unrounded.
+
+    oneDNN is told that it may take the operands as BF16, which changes none of these: where the
+    processor multiplies BF16 this is twice as fast, elsewhere it is the FP32 product.
+    """
+    setting = torch.backends.mkldnn.matmul
+    kept = setting.fp32_precision
+    setting.fp32_precision = "bf16"
+    try:
+        return matmul_rows(x_TK, w_NK)
+    finally:
+        setting.fp32_precision = kept
+
+
 def gemm(
     lhs: Operand, weight: QuantizedWeight, spec: Gemm, bias_N: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -68,7 +83,7 @@ def _bf16(x_TK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None) -
     if bias_N is None:
         return matmul_rows(x_TK, w_NK)
     # BF16 library products come back rounded; a bias needs the FP32 sum
-    return (matmul_rows(x_TK.float(), w_NK.float()) + bias_N.float()).bfloat16()
+    return (matmul_rows_fp32(x_TK.float(), w_NK.float()) + bias_N.float()).bfloat16()
 
 
 def _expanded(weight: QuantizedWeight, width: int) -> torch.Tensor:

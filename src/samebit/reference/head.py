@@ -6,12 +6,11 @@ import torch
 
 from samebit.operand import QuantizedWeight
 from samebit.reference.exact import exp
-from samebit.reference.gemm import matmul_rows
+from samebit.reference.gemm import matmul_rows_fp32
 from samebit.reference.sampling import (
     Transform,
     gumbel_argmax,
     log_normaliser,
-    relative_and_normaliser,
     stream_key,
     transform_logits,
 )
@@ -30,7 +29,7 @@ def head_logits(hidden_TK: torch.Tensor, head: QuantizedWeight, vocabulary: int)
 
     hidden: BF16 [T, K]; head: BF16 weight [V, K].
     """
-    logits = matmul_rows(hidden_TK.float(), _weight_fp32(head))
+    logits = matmul_rows_fp32(hidden_TK.float(), _weight_fp32(head))
     if vocabulary < logits.shape[1]:
         logits[:, vocabulary:] = float("-inf")
     return logits
@@ -158,21 +157,16 @@ def _draw(
     for i in range(0, hidden_TK.shape[0], CHUNK):
         logits = head_logits(hidden_TK[i : i + CHUNK], head, vocabulary)
         logits = transform_logits(logits, transform)
-        chosen = _first_argmax(logits)
-        relative, lse = relative_and_normaliser(logits)
-        if transform.temperature != 0.0:
-            chosen = gumbel_argmax(logits, relative, keys[i : i + CHUNK])
+        lse = log_normaliser(logits)
+        if torch.isnan(lse).any():
+            row = int(torch.nonzero(torch.isnan(lse[:, 0]))[0])
+            raise ValueError(
+                f"logits of batch row {row} are NaN: the model's weights or activations are not finite"
+            )
+        if transform.temperature == 0.0:
+            chosen = (logits == logits.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1)
+        else:
+            chosen = gumbel_argmax(logits, keys[i : i + CHUNK])
         ids.append(chosen)
         logps.append(_target_log_prob(logits, lse, chosen))
     return torch.cat(ids), torch.cat(logps)
-
-
-def _first_argmax(x_TV: torch.Tensor) -> torch.Tensor:
-    """Index of each row's maximum, the smallest on ties; ValueError on a row of NaN."""
-    top = x_TV.amax(-1, keepdim=True)
-    if torch.isnan(top).any():
-        row = int(torch.nonzero(torch.isnan(top[:, 0]))[0])
-        raise ValueError(
-            f"logits of batch row {row} are NaN: the model's weights or activations are not finite"
-        )
-    return (x_TV == top).to(torch.uint8).argmax(-1)
