@@ -25,8 +25,8 @@ LIFT = 256.0
 """Lifts P x (scale of V) into FP16's normal range; divided out at the end. A power of two: exact."""
 _NEVER = -1.0e30
 """Running maximum before any key: finite, so that differences never make NaN."""
-_CHUNK_SCORES = 1 << 20
-"""Scores alive at once (4 MB): bounds memory over long contexts. Changes no bit."""
+_CHUNK_KEYS = 1 << 21
+"""Elements of K alive at once (8 MB): bounds memory over long contexts. Changes no bit."""
 
 
 def prepare_packed(layout: PackedLayout) -> None:
@@ -54,8 +54,8 @@ def attention(
     if group > ROWS:
         raise ValueError(f"{group} query heads per KV head; at most {ROWS} are supported")
     assert spec.kv_split % spec.kv_block == 0, "a split is whole blocks"
-    key = f"tiles/{group}/{kv_heads}/{spec.kv_block}"
-    tiles = layout.derived(key, lambda: _Tiles(layout, group, kv_heads, spec.kv_block))
+    shape = (group, kv_heads, keys.data.shape[1], spec.kv_block)
+    tiles = layout.derived(f"tiles/{shape}", lambda: _Tiles(layout, *shape))
     q = queries.data.bfloat16().unflatten(0, (-1, heads))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[:2], device=q.device)
@@ -91,12 +91,18 @@ class _Rows:
             return cls(x.codes.flatten(0, 1), x.scale.reshape(-1, 1), x.codes.shape[1])
         return cls(x.reshape(-1, x.shape[-1]), None, x.shape[1])
 
-    def take(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(values or codes FP32 [..., D], scales [..., 1] or None) of some rows."""
+    def take(self, chunk: _Chunk, use: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(values or codes FP32 [P, G, KB, D], scales [P, G, KB, 1] or None) that a chunk's pairs read."""
+        rows, shape = chunk.key_rows.flatten(), (*chunk.key_rows.shape, -1)
+        coded = self.scale is not None
+        data = self.data.view(torch.uint8) if coded else self.data
+        found = _buffer(use, len(rows), data.shape[1:], data.dtype, data.device)
+        torch.index_select(data, 0, rows, out=found)
+        wide = _buffer(use, len(rows), data.shape[1:], torch.float32, data.device)
+        wide = wide.copy_(found.view(self.data.dtype)).view(shape)
         if self.scale is None:
-            return _take(self.data, rows).float(), None
-        codes = _take(self.data.view(torch.uint8), rows).view(self.data.dtype)
-        return codes.float(), _take(self.scale, rows)
+            return chunk.of_pairs(wide), None
+        return chunk.of_pairs(wide), chunk.of_pairs(self.scale.index_select(0, rows).view(shape))
 
 
 def _attend(
@@ -116,8 +122,8 @@ def _attend(
     takes P unrounded.
     """
     rows = chunk.rows
-    (k, k_scale), (v, v_scale) = (x.take(chunk.key_rows) for x in (keys, values))
-    k, v, k_scale, v_scale = (chunk.of_pairs(x) for x in (k, v, k_scale, v_scale))
+    k, k_scale = keys.take(chunk, "k")
+    v, v_scale = values.take(chunk, "v")
     scores = _batched(chunk.of_tiles(q), k.transpose(2, 3))[:, :, :rows]
     if k_scale is not None:
         scores = scores * k_scale.transpose(2, 3)
@@ -218,23 +224,26 @@ def _running_maxima(
 _BUFFERS = threading.local()
 
 
+def _buffer(
+    use: Any, rows: int, shape: Any, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """[rows, *shape], overwritten by the next call with the same use: fresh megabytes cost page faults."""
+    held: dict[Any, torch.Tensor] = vars(_BUFFERS).setdefault("held", {})
+    key = (use, *shape, dtype, device)
+    if key not in held or held[key].shape[0] < rows:
+        held[key] = torch.zeros(rows, *shape, dtype=dtype, device=device)
+    return held[key][:rows]
+
+
 def _padding(
     use: str, n: int, groups: int, rows: int, width: int, device: torch.device
 ) -> torch.Tensor:
     """FP32 [n, groups, ROWS, width] for `rows` rows that the caller fills; the others are zero.
 
-    One buffer serves all calls of a use and shape: nobody writes the other rows, so they stay zero.
+    Nobody writes the other rows of this use and shape, so they stay zero.
     """
-    held: dict[Any, torch.Tensor] = vars(_BUFFERS).setdefault("held", {})
-    key, size = (use, rows, width, device), n * groups
-    if key not in held or held[key].shape[0] < size:
-        held[key] = torch.zeros(size, ROWS, width, device=device)
-    return held[key][:size].view(n, groups, ROWS, width)
-
-
-def _take(x_RD: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """x[rows] by index_select, which copies whole rows many times faster than advanced indexing."""
-    return x_RD.index_select(0, rows.flatten()).view(*rows.shape, x_RD.shape[1])
+    held = _buffer((use, rows), n * groups, (ROWS, width), torch.float32, device)
+    return held.view(n, groups, ROWS, width)
 
 
 def _batched(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -270,9 +279,9 @@ class _Chunk:
     pair_tile: torch.Tensor | None
     hidden: tuple[slice | torch.Tensor, torch.Tensor] | None
 
-    def of_pairs(self, x: Any) -> Any:
-        """Rows of the distinct (sequence, block)s as rows of the pairs that read them; None stays."""
-        return x if x is None or self.pair_keys is None else x.index_select(0, self.pair_keys)
+    def of_pairs(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of the distinct (sequence, block)s as rows of the pairs that read them."""
+        return x if self.pair_keys is None else x.index_select(0, self.pair_keys)
 
     def of_tiles(self, x: torch.Tensor) -> torch.Tensor:
         """Rows of the tiles as rows of their pairs."""
@@ -315,8 +324,10 @@ class _Chunk:
 class _Tiles:
     """Rows of the batch cut into tiles of one sequence: ROWS // group tokens x group query heads."""
 
-    def __init__(self, layout: Layout, group: int, kv_heads: int, block: int) -> None:
-        self.group, self.kv_heads, self.block = group, kv_heads, block
+    def __init__(
+        self, layout: Layout, group: int, kv_heads: int, head_dim: int, block: int
+    ) -> None:
+        self.group, self.kv_heads, self.head_dim, self.block = group, kv_heads, head_dim, block
         self.tokens_per_tile = ROWS // group
         sequence = layout.query_sequence
         order = torch.argsort(sequence, stable=True)
@@ -352,10 +363,10 @@ class _Tiles:
         room = 0
         for t in sorted(range(self.num_tiles), key=lambda t: (single[t], -blocks[t], t)):
             tokens = 1 if single[t] else self.tokens_per_tile
-            size = blocks[t] * self.kv_heads * self.group * tokens * self.block
+            size = blocks[t] * self.kv_heads * self.block * self.head_dim
             if not cuts or size > room or cuts[-1][2] != tokens:
                 cuts.append(([], [], tokens))
-                room = _CHUNK_SCORES
+                room = _CHUNK_KEYS
             cuts[-1][0].append(t)
             cuts[-1][1].append(blocks[t])
             room -= size
