@@ -264,7 +264,7 @@ class _Chunk:
     sequence's end its last row stands in, whose weight is 0 there: storage out there holds
     anything, NaN included. pair_keys: int64 [P], which of the U a pair reads (None: pair i reads i).
     pair_tile: int64 [P] (None: pair i is tile i). hidden: which pairs have a key after a query, and
-    bool [M, 1, rows, KB], where.
+    FP32 [M, 1, rows, KB], the most their scores may be: -inf there and inf elsewhere.
     """
 
     counts: list[int]
@@ -290,11 +290,11 @@ class _Chunk:
     def hide(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores [P, G, rows, KB] with those of keys after their query at -inf, in place."""
         if self.hidden is not None:
-            which, mask = self.hidden
-            if isinstance(which, slice):
-                scores[which].masked_fill_(mask, float("-inf"))
-            else:
-                scores[which] = scores[which].masked_fill_(mask, float("-inf"))
+            which, most = self.hidden
+            part = scores[which]
+            torch.minimum(part, most, out=part)
+            if not isinstance(which, slice):
+                scores[which] = part
         return scores
 
     def take(self, x_THC: torch.Tensor, use: str) -> torch.Tensor:
@@ -408,13 +408,14 @@ class _Tiles:
     def _hidden(
         self, position: torch.Tensor, block: torch.Tensor
     ) -> tuple[slice | torch.Tensor, torch.Tensor] | None:
-        """(pairs, where) keys come after queries, from the positions [P, tokens] and blocks [P] of pairs."""
+        """(pairs, most of their scores), from the positions [P, tokens] and blocks [P] of all pairs."""
         keys = block[:, None] * self.block + torch.arange(self.block, device=block.device)
         hidden = keys[:, None] > position.repeat_interleave(self.group, 1)[:, :, None]
         partial = hidden.flatten(1).any(1).nonzero().flatten()
         if len(partial) == 0:
             return None
-        which = slice(int(partial[0]), int(partial[-1]) + 1)
-        if which.stop - which.start <= 2 * len(partial):
-            return which, hidden[which, None]
-        return partial, hidden[partial][:, None]
+        # what lies close together is worked on in place, though it holds some pairs in full sight
+        close = slice(int(partial[0]), int(partial[-1]) + 1)
+        which = close if close.stop - close.start <= 2 * len(partial) else partial
+        most = torch.where(hidden[which, None], -torch.inf, torch.inf)
+        return which, most

@@ -41,7 +41,7 @@ def matmul_rows(x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
     w: [N, K], or what `packed` made of it.
     """
     outs = []
-    for chunk in x_TK.split(ROW_LIMIT):
+    for chunk in x_TK.split(ROW_LIMIT) if x_TK.shape[0] > ROW_LIMIT else (x_TK,):
         rows = chunk.shape[0]
         padded = -(-rows // ROW_STEP) * ROW_STEP
         if padded != rows:
