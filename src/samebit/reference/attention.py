@@ -128,7 +128,7 @@ def _attend(
     maxima, keeps = _running_maxima(scores, chunk.counts, restart)
     p = exp(scores.sub_(maxima[..., None]))
     sums = row_sum(p)
-    padded = padding("p", *p.shape[:2], rows, p.shape[3], p.device)
+    padded = padding("p", p.shape[0], p.shape[1], rows, p.shape[3], p.device)
     rounded = p.bfloat16() if v_scale is None else (p * (v_scale.transpose(2, 3) * LIFT)).half()
     padded[:, :, :rows] = rounded
     products = _batched(padded, v)[:, :, :rows]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -66,7 +67,7 @@ def _bf16_operands() -> Iterator[None]:
 
     Where the processor multiplies BF16 that is twice as fast; elsewhere it is the FP32 product.
     """
-    setting = torch.backends.mkldnn.matmul
+    setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     kept = setting.fp32_precision
     setting.fp32_precision = "bf16"
     try:

@@ -62,7 +62,7 @@ class Chunk:
     rows: int
     kv_heads: int
     batch_rows: torch.Tensor
-    places: tuple[torch.Tensor, torch.Tensor] | None
+    places: tuple[torch.Tensor, ...] | None
     in_order: bool
     key_rows: torch.Tensor
     pair_keys: torch.Tensor | None
