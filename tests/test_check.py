@@ -62,12 +62,12 @@ def test_a_cast_that_truncates_is_seen(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_library_that_mixes_rows_is_seen(monkeypatch: pytest.MonkeyPatch):
-    real = check.linear
+    real = check.matmul_rows
 
     def mixing(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return real(x, w) * (1 + 2.0**-7 * (x.shape[0] == 48))
 
-    monkeypatch.setattr(check, "linear", mixing)
+    monkeypatch.setattr(check, "matmul_rows", mixing)
     passed, detail = check._matmul_rows()
     assert not passed and "48 rows" in detail
 

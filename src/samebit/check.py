@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
 
 from samebit.formats import E4M3
 from samebit.layout import PackedLayout, Segment
@@ -22,7 +21,13 @@ from samebit.models.decoder import Decoder, linear_shapes
 from samebit.quant.ops import get_ops
 from samebit.quant.plan import load_recipe, recipe_names, resolve
 from samebit.reference.attention import ROWS
-from samebit.reference.gemm import ROW_LIMIT, ROW_STEP
+from samebit.reference.gemm import (
+    ROW_LIMIT,
+    ROW_STEP,
+    matmul_rows,
+    matmul_rows_fp32,
+    packed,
+)
 from samebit.reference.sampling import Transform
 from samebit.spec import ROLES, Attention
 from samebit.trace import differing_tokens, rollout_side, training_side
@@ -231,19 +236,20 @@ def _random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 def _matmul_rows() -> tuple[bool, str]:
     """Row bits for every allowed row count and at another place in the batch."""
     tried = 0
-    for dtype in (torch.bfloat16, torch.float32):
+    for product, dtype in ((matmul_rows, torch.bfloat16), (matmul_rows_fp32, torch.float32)):
         for features, outputs in SHAPES:
-            x = _random(ROW_LIMIT, features, dtype=dtype, seed=features)
-            w = _random(outputs, features, dtype=dtype, seed=outputs)
-            whole = linear(x, w)
+            x = _random(ROW_LIMIT, features, dtype=torch.bfloat16, seed=features).to(dtype)
+            w = _random(outputs, features, dtype=torch.bfloat16, seed=outputs).to(dtype)
+            w = packed(w)
+            whole = product(x, w)
             for rows in range(ROW_STEP, ROW_LIMIT + 1, ROW_STEP):
                 start = (ROW_LIMIT - rows) // 3
-                part = linear(x[start : start + rows].contiguous(), w)
+                part = product(x[start : start + rows].contiguous(), w)
                 tried += 1
                 if not _same(part, whole[start : start + rows]):
                     return False, (
-                        f"{dtype} {rows} rows of K {features}, N {outputs} differ from "
-                        f"{ROW_LIMIT} rows: this library is not row-invariant at "
+                        f"BF16 products to {dtype}, {rows} rows of K {features}, N {outputs}, differ "
+                        f"from {ROW_LIMIT} rows: this library is not row-invariant at "
                         f"{torch.get_num_threads()} threads"
                     )
     return True, f"{tried} shapes: {ROW_STEP} to {ROW_LIMIT} rows in steps of {ROW_STEP}"

@@ -134,7 +134,8 @@ class PagedLayout(_Derived):
         packed = np.concatenate([np.array(table).reshape(-1), sequence, positions])
         numbers = to_device(packed.astype(np.int64), device)
         block_table, rest = numbers[: len(chunks) * width], numbers[len(chunks) * width :]
-        layout = cls(block_table.view(len(chunks), width), *rest.view(2, len(positions)), page_size)
+        query, position = rest.view(2, len(positions)).unbind(0)
+        layout = cls(block_table.view(len(chunks), width), query, position, page_size)
         layout.derived(
             "host_rows", lambda: (lengths, [start + length for _, start, length in chunks])
         )

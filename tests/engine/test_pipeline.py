@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from samebit.config import RolloutConfig
 from samebit.engine import decode, pipeline
 from samebit.engine.native import Engine as Native
+from samebit.engine.scheduler import Slot
 from samebit.layers.kv import PageStore, page_bytes
 from samebit.operand import HeadCodes
 from samebit.reference.sampling import stream_key, stream_keys, stream_state
@@ -89,6 +92,39 @@ def test_the_plain_tests_hold_for_it(model, tmp_path, monkeypatch):
     test_native.test_prompt_is_prefilled_once_and_pages_are_shared(model)
 
 
+def test_random_requests_leave_no_page_and_change_no_sample(model):
+    """A soak in small: requests of every kind on one engine, aborts and refreshes between them."""
+    draw = random.Random(7)
+    plain = Native(model, RolloutConfig(), None, 2)
+    options = RolloutConfig(max_batch=6, prefill_tokens=24, cache_tokens=208)
+    engine = Ahead(model, options, None, 2)
+    for number in range(12):
+        lengths = [draw.randrange(17, 70) for _ in range(draw.randrange(1, 5))]
+        stops = tuple(draw.sample(range(250), draw.choice((0, 20, 120))))
+        sampling = Sampling(
+            max_tokens=draw.randrange(1, 30), stop_ids=stops, seed=number,
+            temperature=draw.choice((0.0, 0.7, 1.0)),
+        )  # fmt: skip
+        request = (prompts(lengths, shared=16, seed=number), draw.randrange(1, 5), sampling)
+        limit = draw.choice((None, None, 5))
+
+        def stop(finished: int, total: int, tokens: int, limit: int | None = limit) -> None:
+            if limit is not None and tokens >= limit:
+                engine.abort()
+
+        found = drawn(engine.generate(*request, progress=stop))
+        for mine, whole in zip(found, drawn(plain.generate(*request)), strict=True):
+            assert mine == whole or (mine[5] == "abort" and mine[2] == whole[2][: len(mine[2])])
+        if draw.random() < 0.3:
+            engine.refresh()
+            assert engine.pool.num_free == engine.pool.num_pages
+    engine.refresh()
+    assert engine.pool.num_free == engine.pool.num_pages
+    engine.release()
+    assert engine.pool is None
+    assert drawn(engine.generate(*request)) == drawn(plain.generate(*request))
+
+
 def test_bucket_sizes():
     assert decode.bucket_sizes(1) == (1,)
     assert decode.bucket_sizes(6) == (1, 2, 4, 6)
@@ -114,10 +150,17 @@ def test_compaction_moves_the_last_rows_into_holes():
     state.ids[:] = torch.arange(8) * 10
     for row in (0, 3, 6, 7):
         places.active[row], places.table[row, 0], places.left[row] = True, row, 5 + row
+        places.slots[row] = Slot(None)
+        places.place_of[id(places.slots[row])] = row
+    moved, gone = places.slots[7], places.slots[3]
     assert places.compact((1, 2, 4, 8)) == 4
     assert places.table[:, 0].tolist() == [0, 6, 7, 3, -1, -1, -1, -1]
     assert places.left[:4].tolist() == [5, 11, 12, 8]
     assert state.ids[:4].tolist() == [0, 60, 70, 30] and places.dirty
+    assert places.slots[2] is moved and places.place_of[id(moved)] == 2
+    places.leave_slot(gone)
+    places.leave_slot(gone)
+    assert places.table[:4, 0].tolist() == [0, 6, 7, -1]
 
 
 @pytest.mark.parametrize("precision", [BF16, FP8_HEAD])

@@ -204,12 +204,10 @@ def pointwise_jobs(every: bool) -> Iterator[Job]:
     from samebit.formats import E4M3 as E4M3_FORMAT
     from samebit.formats import INT8
     from samebit.kernels import activation, embed, norm, norm_backward, rope, rope_backward
-    from samebit.kernels.adamw_8bit import update_8bit
     from samebit.kernels.dequantize import dequantize
     from samebit.kernels.quantize_activation import quantize_activation
     from samebit.kernels.quantize_gradient import (
         quantize_gradient,
-        quantize_silu_mul_gradient,
         token_group_table,
     )
     from samebit.kernels.quantize_row import quantize_rows
@@ -227,10 +225,6 @@ def pointwise_jobs(every: bool) -> Iterator[Job]:
         w = torch.zeros(512, K)
         yield f"quantise {K}", lambda x=x: quantize_activation(x)
         yield f"quantise gradient {K}", lambda x=x: quantize_gradient(x, groups)
-        yield (
-            f"quantise silu gradient {K}",
-            lambda x=x: quantize_silu_mul_gradient(x, x, x, groups),
-        )
         yield f"requantise {K}", lambda c=codes, s=scale, K=K: requantize_tokens(c, s, groups, K)
         yield f"rescale {K}", lambda c=codes, s=scale, K=K: rescale_tokens(c, s, groups, K)
         yield f"dequantise {K}", lambda c=codes, s=scale, K=K: dequantize(c, s, K, (1, 128))
@@ -263,15 +257,6 @@ def pointwise_jobs(every: bool) -> Iterator[Job]:
         )
         yield f"silu backward {K}", lambda x=x: activation.silu_mul_backward(x, x, x)
         yield f"embed {K}", lambda x=x: embed.embed(positions.long(), x)
-    n = 1024
-    state = {f"exp_avg{kind}": torch.zeros(n, dtype=torch.uint8) for kind in ("", "_sq")}
-    state |= {f"exp_avg{kind}_scale": torch.zeros(n // 256) for kind in ("", "_sq")}
-    numbers = {
-        "key": 5,
-        **dict.fromkeys(("beta1", "beta2", "epsilon", "decay", "size", "root"), 0.5),
-    }
-    update = SimpleNamespace(**numbers)
-    yield "adamw 8-bit", lambda: update_8bit(torch.zeros(n), torch.zeros(n), state, update)
     x = torch.zeros(256, 1024, dtype=BF16)
     for D in (64, 128):
         table = rope.rotary_table(16, D, 1e4, "cpu")
@@ -289,6 +274,71 @@ def pointwise_jobs(every: bool) -> Iterator[Job]:
                 d, positions, t, x_TN=x, norm_weight=x[0, :D]
             ),
         )
+
+
+def plain_jobs(every: bool) -> Iterator[Job]:
+    """What stands in where the copy engine or a page size does not fit, and what tests compare with."""
+    from samebit.kernels import _gemm_plain as plain
+    from samebit.kernels import attention, attention_gradient
+    from samebit.kernels.attention_layout import PackedLayout, PagedLayout
+    from samebit.kernels.quantize_gradient import quantize_gradient, token_group_table
+
+    def product(x, w, out, mode, tile, *, x_scale=None, w_scale=None, w_scale_rows=1, **options):
+        plain.plain_gemm(
+            x, w, out, mode, a_scale=x_scale, b_scale=w_scale, col_group=w_scale_rows, **options
+        )
+
+    modes = {"fp8_block": plain.BLOCK, "fp8_row": plain.ROW, "int8": plain.INT8, "bf16": plain.BF16}
+    for name, kind in modes.items():
+        yield f"plain gemm {name}", lambda n=name, k=kind: gemm(product, plain, n, k, None)
+    q, k = torch.zeros(4, 6, 64, dtype=BF16), torch.zeros(40, 16, 2, 64, dtype=BF16)
+    numbers = torch.zeros(4, dtype=torch.int32)
+    pages = PagedLayout(torch.zeros(4, 8, dtype=torch.int32), numbers, None, 1, 128)
+    yield "decode, small pages", lambda: attention.attention_forward(q, k, k, pages, 0.1)
+    layout = PackedLayout.build([(0, 4, 0, 0)], "cpu")
+    packed = (q, k[:, 0], k[:, 0].contiguous(), q, torch.zeros(4, 6), q)
+
+    def backward() -> None:
+        attention_gradient.on_card = lambda x: False
+        attention_gradient.attention_backward(q, packed[2], packed[2], *packed[3:], layout, 0.1)
+        attention_gradient.on_card = lambda x: True
+
+    yield "attention backward, plain", backward
+    groups = token_group_table([256], "cpu")
+    x = torch.zeros(256, 256, dtype=BF16)
+    yield "quantise gradient, plain", lambda: quantize_gradient(x, groups, plain=True)
+
+
+def small_jobs(every: bool) -> Iterator[Job]:
+    """Kernels of a few lines, and those of a decode step."""
+    from samebit.kernels import embed, rotate
+    from samebit.kernels.adamw_8bit import update_8bit
+    from samebit.kernels.decode_step import advance, prepare
+    from samebit.kernels.head import known_normaliser
+    from samebit.kernels.quantize_gradient import quantize_silu_mul_gradient, token_group_table
+
+    x, ids = torch.zeros(256, 1024, dtype=BF16), torch.zeros(256, dtype=torch.int64)
+    numbers, words = torch.zeros(256), torch.zeros(256, 20, dtype=torch.int32)
+    yield "embed backward", lambda: embed.embed_backward(x, ids, torch.zeros(512, 1024))
+    angles = torch.zeros(256, 64)
+    yield "rotate", lambda: rotate.rotate(x.view(256, 8, 128), angles, angles, backward=False)
+    yield "normaliser", lambda: known_normaliser(x, x, ids, numbers, numbers)
+    yield (
+        "silu and quantise gradient",
+        lambda: quantize_silu_mul_gradient(x, x, x, token_group_table([256], "cpu")),
+    )
+    two = words[:, :2].contiguous()
+    yield "prepare", lambda: prepare(words, ids, ids, words[:, 0].contiguous(), two, 128)
+    yield "advance", lambda: advance(ids, numbers, words, ids, two, 1000)
+    n = 1024
+    state = {f"exp_avg{kind}": torch.zeros(n, dtype=torch.uint8) for kind in ("", "_sq")}
+    state |= {f"exp_avg{kind}_scale": torch.zeros(n // 256) for kind in ("", "_sq")}
+    fields = {
+        "key": 5,
+        **dict.fromkeys(("beta1", "beta2", "epsilon", "decay", "size", "root"), 0.5),
+    }
+    update = SimpleNamespace(**fields)
+    yield "adamw 8-bit", lambda: update_8bit(torch.zeros(n), torch.zeros(n), state, update)
 
 
 STACK_POINTER = re.compile(
@@ -354,7 +404,7 @@ def main() -> None:
     from samebit.kernels import attention, attention_gradient
 
     attention.on_card = attention_gradient.on_card = lambda x: True
-    makers = (gemm_jobs, attention_jobs, head_jobs, pointwise_jobs)
+    makers = (gemm_jobs, attention_jobs, head_jobs, pointwise_jobs, plain_jobs, small_jobs)
     jobs = [job for make in makers for job in make(every)]
     for current, job in jobs[part::parts]:  # noqa: B007
         job()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,14 @@ def reports(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
             pytest.skip("minutes: pytest -m whole tests/kernels/test_compiled.py")
         return compile_all("--all")
     return compile_all()
+
+
+def test_every_kernel_of_the_package_was_compiled(reports):
+    kernels = set()
+    for file in Path(SOURCE, "samebit/kernels").glob("*.py"):
+        kernels |= set(re.findall(r"^def (\w*kernel)\(", file.read_text(), re.MULTILINE))
+    assert len(kernels) > 40
+    assert kernels - {name.split(" ")[0] for name in reports} == set()
 
 
 def test_every_fused_multiply_add_was_written_as_one(reports):

@@ -25,6 +25,10 @@ def table():
     return torch.from_numpy(rows).to(DEVICE)
 
 
+def test_host_and_kernels_have_the_same_header():
+    assert decode_step.HEADER == HEADER
+
+
 def test_prepare():
     def new(*shape, dtype=torch.int64):
         return torch.full(shape, -7, dtype=dtype, device=DEVICE)

@@ -184,19 +184,3 @@ def test_silu_backward_fills_one_buffer():
     mine, theirs = (o.silu_mul_backward(dy, gate, up) for o in (ops, reference))
     assert mine.shape == (9, 640)
     torch.testing.assert_close(mine, theirs, rtol=2**-6, atol=2**-6)
-
-
-@pytest.mark.parametrize("width", [192, 256])
-@pytest.mark.parametrize("recipe", ["fp8", "fp8-jet"])
-def test_the_backward_through_silu_and_linear_is_the_chain(width, recipe):
-    backward = load_recipe(recipe).backward
-    weight = allocate_weight((width, width), 192, FP8_BLOCK, torch.device(DEVICE))
-    ops.refresh_weight(weight, torch.randn(2 * width, 192, device=DEVICE) * 0.02)
-    saved = ops.quantize_activation(normal(150, 192, seed=1), FP8_TOKEN_GROUP)
-    gate, up = normal(150, 2 * width, seed=2).chunk(2, dim=1)
-    groups = torch.tensor([[0, 128], [128, 22]], dtype=torch.int32, device=DEVICE)
-    dy = normal(150, width, seed=3)
-    both = ops.silu_mul_backward(dy, gate, up)
-    expected = ops.linear_backward(both, saved, weight, groups, backward)
-    found = ops.silu_mul_linear_backward(dy, gate, up, saved, weight, groups, backward)
-    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))

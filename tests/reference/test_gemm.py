@@ -7,7 +7,14 @@ import torch
 
 from samebit.operand import QuantizedWeight, allocate_weight
 from samebit.quant.plan import load_recipe
-from samebit.reference.gemm import gemm, input_grad, matmul_rows, weight_grad
+from samebit.reference.gemm import (
+    gemm,
+    input_grad,
+    matmul_rows,
+    matmul_rows_fp32,
+    packed,
+    weight_grad,
+)
 from samebit.reference.quantize import (
     dequantize,
     dequantize_weight,
@@ -130,3 +137,29 @@ def test_padded_rows_reach_no_result():
     w = torch.randn(8, 64)
     x = torch.randn(5, 64)
     assert torch.equal(matmul_rows(x, w), matmul_rows(torch.cat([x, torch.randn(20, 64)]), w)[:5])
+
+
+def test_products_to_fp32_are_unrounded_and_leave_the_library_s_setting_alone():
+    x = torch.randn(19, 576, generator=torch.Generator().manual_seed(0)).bfloat16()
+    w = torch.randn(130, 576, generator=torch.Generator().manual_seed(1)).bfloat16()
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    got = matmul_rows_fp32(x.float(), packed(w.float()))
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
+    want = x.double() @ w.double().t()
+    assert float((got - want).norm() / want.norm()) < 1e-6
+    assert not torch.equal(got, got.bfloat16().float())
+    with pytest.raises(RuntimeError):
+        matmul_rows_fp32(x.float(), w[:, 1:].float())
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_packed_weight_gives_a_row_the_same_bits_in_every_batch(dtype):
+    x = torch.randn(530, 192, generator=torch.Generator().manual_seed(0)).bfloat16().to(dtype)
+    w = packed(
+        torch.randn(203, 192, generator=torch.Generator().manual_seed(1)).bfloat16().to(dtype)
+    )
+    product = matmul_rows if dtype == torch.bfloat16 else matmul_rows_fp32
+    whole = product(x, w)
+    for rows in (slice(0, 1), slice(3, 20), slice(100, 420), slice(511, 530)):
+        assert torch.equal(product(x[rows], w), whole[rows])

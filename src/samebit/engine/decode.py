@@ -85,9 +85,10 @@ class DecodeState:
         self.keys = zeros(rows, 2)
         self.out = zeros(rows, 2)
 
-    def upload(self, bucket: int) -> None:
-        """Bring the host's copy of the first `bucket` rows to the device."""
-        self.meta[:bucket].copy_(to_device(self.table[:bucket].copy(), self.device))
+    def upload(self, bucket: int, pages: int | None = None) -> None:
+        """Bring the host's copy of the first `bucket` rows, with their first `pages` or all, over."""
+        part = np.s_[:bucket, : None if pages is None else HEADER + pages]
+        self.meta[part].copy_(to_device(np.ascontiguousarray(self.table[part]), self.device))
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         """Take over the ids of places that became others."""

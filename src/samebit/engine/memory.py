@@ -125,7 +125,13 @@ def _round_up(size: int) -> int:
     return -(-size // CHUNK_BYTES) * CHUNK_BYTES
 
 
-def free_bytes(device: torch.device) -> int:
-    """Device memory that nobody holds, torch's own unused blocks (given back first) included."""
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
+def free_bytes(device: torch.device, enough: int) -> int:
+    """Device memory that nobody holds; torch gives its unused blocks back first unless there is plenty.
+
+    Plenty: twice `enough`. Giving back is not free: the next update has to take the blocks again.
+    """
+    free = torch.cuda.mem_get_info(device)[0]
+    if free < 2 * enough:
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(device)[0]
+    return free

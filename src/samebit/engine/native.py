@@ -254,8 +254,9 @@ class Engine:
         if self.pool is not None and self.pool.num_pages >= wanted:
             return self.pool.num_pages
         mapped = 0 if self._memory is None else self._memory.mapped
-        free = free_bytes(self.model.device) + mapped
-        return max(each, min(wanted, int(free * AUTO_CACHE_SHARE) // self._page_bytes - 1))
+        need = (wanted + 1) * self._page_bytes
+        room = int((free_bytes(self.model.device, need) + mapped) * AUTO_CACHE_SHARE)
+        return max(each, min(wanted, room // self._page_bytes - 1))
 
     @property
     def _page_bytes(self) -> int:

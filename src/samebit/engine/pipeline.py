@@ -90,6 +90,8 @@ class Places:
         self.active = np.zeros(n, bool)
         self.left, self.capacity, self.lanes = (np.zeros(n, np.int64) for _ in range(3))
         self.slots: list[Slot | None] = [None] * n
+        self.place_of: dict[int, int] = {}
+        """Row by identity of the slot."""
         self.dirty = True
         self.table[:, 0] = -1
 
@@ -115,20 +117,22 @@ class Places:
         """Take over the pages of the slot on a row."""
         slot = self.slots[place]
         assert slot is not None
+        self.place_of[id(slot)] = place
         self.table[place, HEADER : HEADER + len(slot.pages)] = slot.pages
         self.capacity[place] = len(slot.pages) * self.state.page_size
         self.dirty = True
 
     def leave(self, place: int) -> None:
         """Make a row idle."""
+        self.place_of.pop(id(self.slots[place]), None)
         self.active[place], self.slots[place], self.table[place, 0] = False, None, -1
         self.dirty = True
 
     def leave_slot(self, slot: Slot) -> None:
         """Make the row of a slot idle, if it has one."""
-        for place in np.flatnonzero(self.active).tolist():
-            if self.slots[place] is slot:
-                self.leave(place)
+        place = self.place_of.get(id(slot))
+        if place is not None:
+            self.leave(place)
 
     def compact(self, buckets: tuple[int, ...]) -> int:
         """Move the last rows into holes until they fit the smallest bucket; its size."""
@@ -142,6 +146,7 @@ class Places:
                 for held in (self.active, self.left, self.capacity, self.lanes, self.table):
                     held[target] = held[source]
                 self.leave(source)
+                self.place_of[id(self.slots[target])] = target
             self.state.move(sources, targets)
         return bucket
 
@@ -210,7 +215,8 @@ class Pipeline:
         if isinstance(self.step, GraphStep) and self.step.prepared(bucket, bound, self.transform):
             places.dirty = True
         if places.dirty:
-            self.state.upload(bucket)
+            pages = int(places.capacity[rows].max()) // self.state.page_size
+            self.state.upload(bucket, pages)
             places.dirty = False
         self.step.run(bucket, bound, self.transform)
         self._note(Reading(self.state.out[:bucket]), rows, places.lanes[rows])
@@ -250,7 +256,7 @@ class Pipeline:
             if slot not in scheduler.running:
                 return False
         slot.pages.append(scheduler.pool.allocate())
-        self.places.set_pages(self.places.slots.index(slot))
+        self.places.set_pages(self.places.place_of[id(slot)])
         return True
 
     def _take_more(self) -> None:

@@ -10,14 +10,11 @@ from samebit.kernels.quantize_common import (
     FLOOR_BITS,
     RECIPROCAL_448_HIGH,
     RECIPROCAL_448_LOW,
-    SIGMOID,
 )
 
 WARPS = 8
 REGISTERS = 80
 """Per thread, so that three programs fit on a multiprocessor."""
-STRIP = 32
-"""Rows that one pass of the row layout covers."""
 ROW_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0]))
 COLUMN_LAYOUT = gl.constexpr(gl.BlockedLayout([32, 2], [1, 32], [4, 2], [0, 1]))
 STORE_LAYOUT = gl.constexpr(gl.BlockedLayout([16, 1], [8, 4], [1, 8], [0, 1]))
@@ -61,30 +58,34 @@ def _quotient(x, scale):
 
 
 @gluon.jit
-def _store_both(
-    x,
-    shared,
-    first,
-    count,
-    block_n,
-    N,
+def quantize_gradient_kernel(
+    x_ptr,
+    groups_ptr,
     codes_ptr,
     scale_ptr,
     transposed_ptr,
     transposed_scale_ptr,
-    group,
+    x_stride,
     codes_stride,
     scale_stride_t,
     scale_stride_g,
     transposed_stride,
     transposed_scale_stride,
+    N,
     BLOCK: gl.constexpr,
 ):
-    """Codes and scales of a tile [tokens, features] along both axes: x, which `shared` holds too."""
+    block_n = gl.program_id(0)
+    group = gl.program_id(1)
+    first = gl.load(groups_ptr + 2 * group)
+    count = gl.load(groups_ptr + 2 * group + 1)
     row = gl.arange(0, BLOCK, gl.SliceLayout(1, ROW_LAYOUT))
     n = block_n * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, ROW_LAYOUT))
     rows = row < count
     t = (first + row).to(gl.int64)
+    inside = rows[:, None] & (n < N)[None, :]
+    x = gl.load(x_ptr + t[:, None] * x_stride + n[None, :], mask=inside, other=0.0)
+    shared = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, BLOCK], SHARED_LAYOUT, x)
+
     scale = _scale(gl.max(_magnitude(x), axis=1))
     codes = _quotient(x, scale[:, None]).to(gl.float8e4nv)
     gl.store(codes_ptr + t[:, None] * codes_stride + n[None, :], codes, mask=rows[:, None])
@@ -108,99 +109,3 @@ def _store_both(
         transposed_ptr + group.to(gl.int64) * BLOCK + n.to(gl.int64)[None, :] * transposed_stride
     )
     gl.store(target + row[:, None], codes)
-
-
-@gluon.jit
-def quantize_gradient_kernel(
-    x_ptr,
-    groups_ptr,
-    codes_ptr,
-    scale_ptr,
-    transposed_ptr,
-    transposed_scale_ptr,
-    x_stride,
-    codes_stride,
-    scale_stride_t,
-    scale_stride_g,
-    transposed_stride,
-    transposed_scale_stride,
-    N,
-    BLOCK: gl.constexpr,
-):
-    block_n = gl.program_id(0)
-    group = gl.program_id(1)
-    first = gl.load(groups_ptr + 2 * group)
-    count = gl.load(groups_ptr + 2 * group + 1)
-    row = gl.arange(0, BLOCK, gl.SliceLayout(1, ROW_LAYOUT))
-    n = block_n * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, ROW_LAYOUT))
-    t = (first + row).to(gl.int64)
-    inside = (row < count)[:, None] & (n < N)[None, :]
-    x = gl.load(x_ptr + t[:, None] * x_stride + n[None, :], mask=inside, other=0.0)
-    shared = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, BLOCK], SHARED_LAYOUT, x)
-    _store_both(
-        x, shared, first, count, block_n, N, codes_ptr, scale_ptr, transposed_ptr,
-        transposed_scale_ptr, group, codes_stride, scale_stride_t, scale_stride_g,
-        transposed_stride, transposed_scale_stride, BLOCK,
-    )  # fmt: skip
-
-
-@gluon.jit
-def silu_mul_gradient_kernel(
-    dy_ptr,
-    gate_ptr,
-    up_ptr,
-    groups_ptr,
-    codes_ptr,
-    scale_ptr,
-    transposed_ptr,
-    transposed_scale_ptr,
-    dy_stride,
-    gate_stride,
-    up_stride,
-    codes_stride,
-    scale_stride_t,
-    scale_stride_g,
-    transposed_stride,
-    transposed_scale_stride,
-    F,
-    STRIP: gl.constexpr,
-    BLOCK: gl.constexpr,
-):
-    """dgate and dup of a tile, in both layouts, never stored in BF16. dup's columns follow dgate's."""
-    block_f = gl.program_id(0)
-    group = gl.program_id(1)
-    first = gl.load(groups_ptr + 2 * group)
-    count = gl.load(groups_ptr + 2 * group + 1)
-    f = block_f * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, ROW_LAYOUT))
-    dgate_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, BLOCK], SHARED_LAYOUT)
-    dup_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, BLOCK], SHARED_LAYOUT)
-    # A strip of rows at a time: the FP32 of three whole tiles does not fit the registers.
-    for start in gl.static_range(0, BLOCK, STRIP):
-        row = start + gl.arange(0, STRIP, gl.SliceLayout(1, ROW_LAYOUT))
-        t = (first + row).to(gl.int64)
-        inside = (row < count)[:, None] & (f < F)[None, :]
-        dy = gl.load(dy_ptr + t[:, None] * dy_stride + f[None, :], mask=inside, other=0.0)
-        gate = gl.load(gate_ptr + t[:, None] * gate_stride + f[None, :], mask=inside, other=0.0)
-        up = gl.load(up_ptr + t[:, None] * up_stride + f[None, :], mask=inside, other=0.0)
-        dy = dy.to(gl.float32)
-        gate = gate.to(gl.float32)
-        # The expressions of activation's backward kernel: the same bits.
-        sigmoid = gl.inline_asm_elementwise(
-            SIGMOID, "=f,f", [gate], dtype=gl.float32, is_pure=True, pack=1
-        )
-        slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
-        dgate_tile.slice(start, STRIP).store(((dy * up.to(gl.float32)) * slope).to(gl.bfloat16))
-        dup_tile.slice(start, STRIP).store((dy * (gate * sigmoid)).to(gl.bfloat16))
-    gl.thread_barrier()
-    blocks = gl.num_programs(0)
-    N = 2 * blocks * BLOCK
-    _store_both(
-        dgate_tile.load(ROW_LAYOUT), dgate_tile, first, count, block_f, N, codes_ptr, scale_ptr,
-        transposed_ptr, transposed_scale_ptr, group, codes_stride, scale_stride_t, scale_stride_g,
-        transposed_stride, transposed_scale_stride, BLOCK,
-    )  # fmt: skip
-    _store_both(
-        dup_tile.load(ROW_LAYOUT), dup_tile, first, count, block_f + blocks, N, codes_ptr,
-        scale_ptr, transposed_ptr, transposed_scale_ptr, group, codes_stride, scale_stride_t,
-        scale_stride_g, transposed_stride, transposed_scale_stride, BLOCK,
-    )  # fmt: skip

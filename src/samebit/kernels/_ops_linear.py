@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 
 from samebit.formats import BLOCK, get_format
-from samebit.kernels.activation import silu_mul_backward as activation_backward
 from samebit.kernels.dequantize import dequantize
 from samebit.kernels.gemm_bf16 import bf16_gemm
 from samebit.kernels.gemm_fp8_block import fp8_block_gemm
@@ -14,7 +13,7 @@ from samebit.kernels.gemm_fp8_row import fp8_row_gemm
 from samebit.kernels.gemm_fp8_wgrad import fp8_block_wgrad
 from samebit.kernels.gemm_int8 import int8_gemm
 from samebit.kernels.quantize_activation import quantize_activation as quantize_groups
-from samebit.kernels.quantize_gradient import quantize_gradient, quantize_silu_mul_gradient
+from samebit.kernels.quantize_gradient import quantize_gradient
 from samebit.kernels.quantize_row import quantize_rows
 from samebit.kernels.quantize_saved import requantize_tokens, rescale_tokens
 from samebit.kernels.quantize_weight import quantize_weight, transpose_codes
@@ -259,46 +258,10 @@ def linear_backward(
         return dx, weight_grad(dy_TN, saved, token_groups, backward, into)
     _check_input_grad(weight, backward)
     _check_weight_grad(saved, backward)
-    quantised = quantize_gradient(_stored_columns(dy_TN, weight), token_groups)
-    return _both_gradients(quantised, saved, weight, token_groups, backward, into)
-
-
-def silu_mul_linear_backward(
-    dy_TF: torch.Tensor,
-    gate_TF: torch.Tensor,
-    up_TF: torch.Tensor,
-    saved: Operand,
-    weight: QuantizedWeight,
-    token_groups: torch.Tensor,
-    backward: Backward,
-    into: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`linear_backward` of the linear that made gate and up, from the gradient of silu(gate) * up."""
-    dy_TF = dy_TF.contiguous()
-    if backward.input_grad.lhs.block is None or backward.weight_grad.lhs.block is None:
-        T, F = gate_TF.shape
-        both_T2F = torch.empty((T, 2 * F), dtype=torch.bfloat16, device=gate_TF.device)
-        activation_backward(dy_TF, gate_TF, up_TF, both_T2F[:, :F], both_T2F[:, F:])
-        return linear_backward(both_T2F, saved, weight, token_groups, backward, into)
-    _check_input_grad(weight, backward)
-    _check_weight_grad(saved, backward)
-    quantised = quantize_silu_mul_gradient(dy_TF, gate_TF, up_TF, token_groups)
-    return _both_gradients(quantised, saved, weight, token_groups, backward, into)
-
-
-def _both_gradients(
-    quantised: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    saved: Operand,
-    weight: QuantizedWeight,
-    token_groups: torch.Tensor,
-    backward: Backward,
-    into: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dX, dW) from dY's codes and scales along outputs and along tokens, in stored columns."""
-    codes, scale, dy_NT, dy_scale_GN = quantised
+    dy_TN = _stored_columns(dy_TN, weight)
+    codes, scale, dy_NT, dy_scale_GN = quantize_gradient(dy_TN, token_groups)
     dx = _input_grad(codes, scale, weight)
     if weight.last_part_padded:
-        dy_scale_GN = dy_scale_GN[:, : weight.out_features]
         dy_NT = dy_NT[: weight.out_features]
     else:
         rows = _logical_rows(weight)

@@ -307,14 +307,10 @@ class _MlpHalf(Function):
             product = ops.silu_mul_quantize(gate, up, half.down.spec.lhs)
         dproduct, ddown = _linear_backward(call, dy, product, half.down)
         del product
-        use, layout = half.gate_up, call.layout
-        assert isinstance(layout, PackedLayout)
-        dnormed, dgate_up = ops.silu_mul_linear_backward(
-            dproduct, gate, up, operand, use.weight, layout.token_groups, use.backward,
-            target(ops, use.master),
-        )  # fmt: skip
-        dgate_up = deliver(ops, use.master, dgate_up)
+        dboth = ops.silu_mul_backward(dproduct, gate, up)
         del dproduct, gate, up
+        dnormed, dgate_up = _linear_backward(call, dboth, operand, half.gate_up)
+        del dboth
         dx, dgain = _norm_backward(call, dnormed, total, half.norm, aux, dtotal)
         return dx, dx, dgain, dgate_up, ddown, None
 

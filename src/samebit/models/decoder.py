@@ -128,6 +128,10 @@ class Decoder(nn.Module):
     Call `refresh` after loading and after every optimiser step; `version` counts refreshes.
     """
 
+    cos: torch.Tensor
+    sin: torch.Tensor
+    norm_final_bf16: torch.Tensor
+
     def __init__(self, config: ModelConfig, plan: Plan, device: torch.device | str = "cpu"):
         super().__init__()
         device = torch.device(device)
@@ -209,9 +213,11 @@ class Decoder(nn.Module):
         call = ForwardCall(
             self.ops, layout, cache, side, flow.attention, rotation, self.recompute, tap
         )
-        x, update = embed(ids_T, self.embedding, self.ops), None
+        x = embed(ids_T, self.embedding, self.ops)
+        update: torch.Tensor | None = None
         for block in self.layers:
             x, update = block(x, update, call)
+        assert update is not None
         gain, rounded = self.norm_final, self.norm_final_bf16
         y, total = add_rms_norm(x, update, gain, rounded, c.rms_eps, self.ops)
         if tap is not None:

@@ -20,7 +20,7 @@ from samebit.quant import recipes
 from samebit.quant.flow import is_unified
 from samebit.spec import Recipe, Role
 
-NUMERICS_VERSION = 3
+NUMERICS_VERSION = 4
 """Raised whenever docs/numerics.md changes what a given input yields."""
 
 

@@ -10,13 +10,24 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-_LOG2E = 1.4426950408889634
-_LN2_HIGH = 0.693145751953125
+
+def _number(value: float) -> torch.Tensor:
+    """An FP32 (or int32) constant as a tensor: a Python number is made one at every use."""
+    return torch.tensor(value, dtype=torch.int32 if isinstance(value, int) else torch.float32)
+
+
+_LOG2E = _number(1.4426950408889634)
+_LN2_HIGH = _number(0.693145751953125)
 """ln 2 cut to 16 bits: n * _LN2_HIGH is exact for |n| <= 128."""
-_LN2_LOW = 1.42860682030941723212e-6
-_EXP_TERMS = (1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0)
-_SQRT_HALF_BITS = 0x3F3504F3
-_ROUNDER = 1.5 * 2.0**23
+_LN2_LOW = _number(1.42860682030941723212e-6)
+_EXP_FIRST, *_EXP_TERMS = (
+    _number(c) for c in (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0)
+)
+_LOG_FIRST, *_LOG_TERMS = (_number(c) for c in (2 / 11, 2 / 9, 2 / 7, 2 / 5, 2 / 3))
+_SQRT_HALF_BITS = _number(0x3F3504F3)
+_ONE, _TWO = _number(1.0), _number(2.0)
+_EXPONENT_ONE, _EXPONENT_BIAS = _number(1 << 23), _number(127 << 23)
+_ROUNDER = _number(1.5 * 2.0**23)
 """Adding it rounds |x| < 2^22 to the nearest even integer and leaves it in the low bits."""
 _JUST_BELOW = -87.30000305175781 - 2.0**-17
 """The FP32 number before fl(-87.3)."""
@@ -41,11 +52,12 @@ def _exp(x: torch.Tensor) -> torch.Tensor:
     shifted = (r * _LOG2E).add_(_ROUNDER)
     n = shifted - _ROUNDER
     r.sub_(n * _LN2_HIGH).sub_(n.mul_(_LN2_LOW))
-    p = (r * (1 / 5040)).add_(1 / 720)
-    for term in _EXP_TERMS:
-        p.mul_(r).add_(term)
-    power = shifted.view(torch.int32).mul_(1 << 23).add_(127 << 23).view(torch.float32)
-    return p.mul_(power)
+    p = r * _EXP_FIRST
+    for term in _EXP_TERMS[:-1]:
+        p.add_(term).mul_(r)
+    p.add_(_EXP_TERMS[-1])
+    power = shifted.view(torch.int32).mul_(_EXPONENT_ONE).add_(_EXPONENT_BIAS)
+    return p.mul_(power.view(torch.float32))
 
 
 def log(x: torch.Tensor) -> torch.Tensor:
@@ -53,41 +65,39 @@ def log(x: torch.Tensor) -> torch.Tensor:
     bits = x.view(torch.int32)
     exponent = (bits - _SQRT_HALF_BITS).bitwise_right_shift_(23)
     mantissa = (bits - exponent.bitwise_left_shift(23)).view(torch.float32)
-    f = mantissa - 1.0
-    s = f / (mantissa + 1.0)
+    f = mantissa - _ONE
+    s = f.div_(mantissa.add_(_ONE))
     z = s * s
-    p = torch.full_like(z, 2 / 11)
-    for term in (2 / 9, 2 / 7, 2 / 5, 2 / 3):
-        p.mul_(z).add_(term)
-    tail = p.mul_(z).mul_(s).add_(exponent * _LN2_LOW)
-    return tail.add_(s * 2.0).add_(exponent * _LN2_HIGH)
+    p = z * _LOG_FIRST
+    for term in _LOG_TERMS[:-1]:
+        p.add_(term).mul_(z)
+    tail = p.add_(_LOG_TERMS[-1]).mul_(z).mul_(s)
+    exponent = exponent.float()
+    tail.add_(exponent * _LN2_LOW)
+    return tail.add_(s.mul_(_TWO)).add_(exponent.mul_(_LN2_HIGH))
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
     """Sum over the last axis as one fixed tree of pairwise adds: halves folded onto each other."""
+    owned = False
     while x.shape[-1] > 1:
-        n = x.shape[-1]
-        half = n // 2
-        folded = x[..., :half] + x[..., half : 2 * half]
-        if n % 2:
-            folded[..., 0] += x[..., -1]
-        x = folded
+        half, odd = divmod(x.shape[-1], 2)
+        first, second, *last = x.split(half, -1) if odd else x.chunk(2, -1)
+        x = first.add_(second) if owned else first + second
+        if last:
+            x[..., :1].add_(last[0])
+        owned = True
     return x[..., 0]
 
 
 def sqrt(x: torch.Tensor) -> torch.Tensor:
     """Correctly rounded FP32 square root of FP32 x >= 0.
 
-    torch's own goes through a vector library that misrounds some values (0.929395318 is one), so
-    it only proposes; the midpoints beside its answer are exact in FP64, their squares too.
+    torch's FP32 root goes through a vector library that misrounds some values (0.929395318 is one).
+    The root of a 24-bit number keeps 4 units of FP64's last place away from every midpoint of FP32,
+    so rounding a root that FP64 has within 3 units gives the right FP32 number.
     """
-    guess = torch.sqrt(x.double()).float()
-    below = torch.nextafter(guess, torch.zeros_like(guess))
-    above = torch.nextafter(guess, torch.full_like(guess, torch.inf))
-    value = x.double()
-    low = (below.double() + guess.double()) * 0.5
-    high = (guess.double() + above.double()) * 0.5
-    return torch.where(low * low > value, below, torch.where(high * high < value, above, guess))
+    return torch.sqrt(x.double()).float()
 
 
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:

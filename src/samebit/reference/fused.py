@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from samebit.operand import Heads, Operand, QuantizedWeight, Rotation
-from samebit.reference.activation import silu_mul, silu_mul_backward
+from samebit.reference.activation import silu_mul
 from samebit.reference.gemm import gemm, input_grad, weight_grad
 from samebit.reference.norm import residual_add, rms_norm, rms_norm_backward
 from samebit.reference.quantize import quantize_activation, quantize_heads
@@ -131,21 +131,6 @@ def linear_backward(
     """(dX BF16 [T, K], dW FP32 [N, K]) of a linear; dW is added to `into` when given."""
     dx = input_grad(dy_TN, weight, backward)
     return dx, weight_grad(dy_TN, saved, token_groups, backward, into)
-
-
-def silu_mul_linear_backward(
-    dy_TF: torch.Tensor,
-    gate_TF: torch.Tensor,
-    up_TF: torch.Tensor,
-    saved: Operand,
-    weight: QuantizedWeight,
-    token_groups: torch.Tensor,
-    backward: Backward,
-    into: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`linear_backward` of the linear that made gate and up, from the gradient of silu(gate) * up."""
-    dboth_TN = silu_mul_backward(dy_TF, gate_TF, up_TF)
-    return linear_backward(dboth_TN, saved, weight, token_groups, backward, into)
 
 
 def bias_grad(dy_TN: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:

@@ -9,6 +9,9 @@ row counts from a small fixed set, over which `samebit check` proves row-invaria
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,15 +37,56 @@ _EXACT_COLUMNS = 4096
 
 
 def matmul_rows(x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
-    """x @ w.T through the library with rows padded to ROW_STEP, at most ROW_LIMIT a call."""
+    """x @ w.T through the library with rows padded to ROW_STEP, at most ROW_LIMIT a call.
+
+    w: [N, K], or what `packed` made of it.
+    """
     outs = []
-    for chunk in x_TK.split(ROW_LIMIT):
+    for chunk in x_TK.split(ROW_LIMIT) if x_TK.shape[0] > ROW_LIMIT else (x_TK,):
         rows = chunk.shape[0]
         padded = -(-rows // ROW_STEP) * ROW_STEP
         if padded != rows:
             chunk = F.pad(chunk, (0, 0, 0, padded - rows))
-        outs.append(F.linear(chunk, w_NK)[:rows])
+        if w_NK.is_mkldnn:
+            out = torch.ops.mkldnn._linear_pointwise(chunk, w_NK, None, "none", [], "")
+        else:
+            out = F.linear(chunk, w_NK)
+        outs.append(out[:rows])
     return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def matmul_rows_fp32(x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
+    """`matmul_rows` of BF16 values held as FP32: FP32 sums, returned unrounded."""
+    with _bf16_operands():
+        return matmul_rows(x_TK, w_NK)
+
+
+@contextmanager
+def _bf16_operands() -> Iterator[None]:
+    """Let oneDNN take FP32 operands as BF16, which changes none that holds BF16 values.
+
+    Where the processor multiplies BF16 that is twice as fast; elsewhere it is the FP32 product.
+    """
+    setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    kept = setting.fp32_precision
+    setting.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        setting.fp32_precision = kept
+
+
+def packed(w_NK: torch.Tensor) -> torch.Tensor:
+    """The weight in the order that the library would bring it to at every call, where there is one."""
+    if w_NK.device.type != "cpu" or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return w_NK
+    with _bf16_operands():
+        return torch.ops.mkldnn._reorder_linear_weight(w_NK.contiguous(), 2 * ROW_STEP)
+
+
+def packed_fp32(weight: QuantizedWeight) -> torch.Tensor:
+    """A BF16 weight for `matmul_rows_fp32` (kept per version): BF16 products would come back rounded."""
+    return weight.derived("packed_fp32", lambda: packed(weight.codes.float()))
 
 
 def gemm(
@@ -52,7 +96,7 @@ def gemm(
     if spec.library:
         return F.linear(lhs.codes, weight.codes, bias_N)
     if spec.rhs.block is None:
-        return _bf16(lhs.codes, weight.codes, bias_N)
+        return _bf16(lhs.codes, weight, bias_N)
     if spec.rhs.format in ("int8", "int4"):
         product = _int8(lhs, weight)
     elif spec.rhs.block == (BLOCK, BLOCK):
@@ -64,11 +108,11 @@ def gemm(
     return product.bfloat16()
 
 
-def _bf16(x_TK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
+def _bf16(x_TK: torch.Tensor, weight: QuantizedWeight, bias_N: torch.Tensor | None) -> torch.Tensor:
     if bias_N is None:
-        return matmul_rows(x_TK, w_NK)
-    # BF16 library products come back rounded; a bias needs the FP32 sum
-    return (matmul_rows(x_TK.float(), w_NK.float()) + bias_N.float()).bfloat16()
+        return matmul_rows(x_TK, weight.derived("packed", lambda: packed(weight.codes)))
+    # the bias needs the FP32 sum
+    return (matmul_rows_fp32(x_TK.float(), packed_fp32(weight)) + bias_N.float()).bfloat16()
 
 
 def _expanded(weight: QuantizedWeight, width: int) -> torch.Tensor:

@@ -6,12 +6,11 @@ import torch
 
 from samebit.operand import QuantizedWeight
 from samebit.reference.exact import exp
-from samebit.reference.gemm import matmul_rows
+from samebit.reference.gemm import matmul_rows_fp32, packed_fp32
 from samebit.reference.sampling import (
     Transform,
     gumbel_argmax,
     log_normaliser,
-    relative_and_normaliser,
     stream_key,
     transform_logits,
 )
@@ -20,17 +19,12 @@ CHUNK = 64
 """Rows of logits alive at once; the (tokens x vocabulary) matrix is never whole, backward included."""
 
 
-def _weight_fp32(head: QuantizedWeight) -> torch.Tensor:
-    """FP32 storage of the head's BF16 values: library BF16 products would come back rounded."""
-    return head.derived("fp32", lambda: head.codes.float())
-
-
 def head_logits(hidden_TK: torch.Tensor, head: QuantizedWeight, vocabulary: int) -> torch.Tensor:
     """FP32 [T, V] logits, unrounded; ids >= `vocabulary` (the tokenizer's size) are -inf.
 
     hidden: BF16 [T, K]; head: BF16 weight [V, K].
     """
-    logits = matmul_rows(hidden_TK.float(), _weight_fp32(head))
+    logits = matmul_rows_fp32(hidden_TK.float(), packed_fp32(head))
     if vocabulary < logits.shape[1]:
         logits[:, vocabulary:] = float("-inf")
     return logits
@@ -80,7 +74,7 @@ def log_prob_backward(
     zeros = torch.zeros_like(dlogp_T)
     entropy_grad_T = zeros if dentropy_T is None else dentropy_T
     inverse = 1.0 if transform.temperature in (0.0, 1.0) else 1.0 / transform.temperature
-    weight_VK = _weight_fp32(head)
+    weight_VK = head.derived("fp32", lambda: head.codes.float())
     dhidden, dweight = [], torch.zeros_like(weight_VK) if into is None else into
     for i in range(0, hidden_TK.shape[0], CHUNK):
         rows = slice(i, i + CHUNK)
@@ -158,21 +152,16 @@ def _draw(
     for i in range(0, hidden_TK.shape[0], CHUNK):
         logits = head_logits(hidden_TK[i : i + CHUNK], head, vocabulary)
         logits = transform_logits(logits, transform)
-        chosen = _first_argmax(logits)
-        relative, lse = relative_and_normaliser(logits)
-        if transform.temperature != 0.0:
-            chosen = gumbel_argmax(logits, relative, keys[i : i + CHUNK])
+        lse = log_normaliser(logits)
+        if torch.isnan(lse).any():
+            row = int(torch.nonzero(torch.isnan(lse[:, 0]))[0])
+            raise ValueError(
+                f"logits of batch row {row} are NaN: the model's weights or activations are not finite"
+            )
+        if transform.temperature == 0.0:
+            chosen = (logits == logits.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1)
+        else:
+            chosen = gumbel_argmax(logits, keys[i : i + CHUNK])
         ids.append(chosen)
         logps.append(_target_log_prob(logits, lse, chosen))
     return torch.cat(ids), torch.cat(logps)
-
-
-def _first_argmax(x_TV: torch.Tensor) -> torch.Tensor:
-    """Index of each row's maximum, the smallest on ties; ValueError on a row of NaN."""
-    top = x_TV.amax(-1, keepdim=True)
-    if torch.isnan(top).any():
-        row = int(torch.nonzero(torch.isnan(top[:, 0]))[0])
-        raise ValueError(
-            f"logits of batch row {row} are NaN: the model's weights or activations are not finite"
-        )
-    return (x_TV == top).to(torch.uint8).argmax(-1)

@@ -12,9 +12,9 @@ def rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """BF16 [..., K] -> (BF16 normed, FP32 rstd [..., 1]). gain: BF16 values."""
     x = x_TK.float()
-    mean = row_sum(x * x) / x.shape[-1]
-    rstd = (1.0 / sqrt(mean + eps))[..., None]
-    return ((x * rstd) * gain_K.float()).bfloat16(), rstd
+    mean = row_sum(x * x).div_(x.shape[-1])
+    rstd = sqrt(mean.add_(eps)).reciprocal_()[..., None]
+    return (x * rstd).mul_(gain_K.float()).bfloat16(), rstd
 
 
 def rms_norm_backward(
@@ -42,4 +42,4 @@ def rms_norm_backward(
 
 def residual_add(x_TK: torch.Tensor, update_TK: torch.Tensor) -> torch.Tensor:
     """x + update, added in FP32, rounded to BF16 (the residual stream is BF16)."""
-    return (x_TK.float() + update_TK.float()).bfloat16()
+    return x_TK + update_TK  # what torch does for two BF16 tensors

@@ -7,11 +7,14 @@ import torch
 
 def rotary(x_THD: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tensor) -> torch.Tensor:
     """BF16 [T, H, D], tables FP32 [T, D/2] of each row's position -> BF16 [T, H, D]."""
-    half = x_THD.shape[-1] // 2
-    x = x_THD.float()
-    a, b = x[..., :half], x[..., half:]
-    cos, sin = cos_TC[:, None], sin_TC[:, None]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).bfloat16()
+    tokens, heads, width = x_THD.shape
+    x = x_THD.float().view(tokens, heads, 2, width // 2)
+    a, b = x.unbind(2)
+    sin = sin_TC[:, None]
+    turned = x * cos_TC[:, None, None]
+    turned[:, :, 0].sub_(b * sin)
+    turned[:, :, 1].add_(a * sin)
+    return turned.bfloat16().view(tokens, heads, width)
 
 
 def rotary_backward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -50,24 +51,20 @@ def transform_logits(logits_TV: torch.Tensor, transform: Transform) -> torch.Ten
 
 def log_normaliser(logits_TV: torch.Tensor) -> torch.Tensor:
     """FP32 [T, 1] log-sum-exp of each row as maximum + log(fixed-tree sum)."""
-    return relative_and_normaliser(logits_TV)[1]
-
-
-def relative_and_normaliser(logits_TV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(exp(logits - row maximum) [T, V], log-sum-exp [T, 1]), FP32."""
     top = logits_TV.amax(-1, keepdim=True)
-    relative = torch.empty_like(logits_TV)
     sums = torch.empty_like(top)
-    step = max(1, _CACHED // logits_TV.shape[1])
-    for i in range(0, logits_TV.shape[0], step):
-        rows = slice(i, i + step)
-        relative[rows] = exp(logits_TV[rows] - top[rows])
-        sums[rows, 0] = row_sum(relative[rows])
-    return relative, top + log(sums)
+    for rows in _cached_rows(logits_TV):
+        sums[rows, 0] = row_sum(exp(logits_TV[rows] - top[rows]))
+    return top + log(sums)
 
 
-_CACHED = 1 << 17
-"""Logits worked on at once, so that the chain of passes stays in cache. Changes no bit."""
+_CACHED = 1 << 18
+"""Logits worked on at once, so that a chain of passes stays in cache. Changes no bit."""
+
+
+def _cached_rows(x_TV: torch.Tensor) -> Iterator[slice]:
+    step = max(1, _CACHED // x_TV.shape[1])
+    return (slice(i, i + step) for i in range(0, x_TV.shape[0], step))
 
 
 def stream_key(seed: int, sample_id: int, position: int) -> tuple[int, int]:
@@ -109,16 +106,15 @@ def _signed(value: int) -> int:
     return value - (1 << 32) if value >= 1 << 31 else value
 
 
-def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift of int32 (torch's is arithmetic)."""
-    return (x >> bits) & ((1 << (32 - bits)) - 1)
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """murmur3's 32-bit finaliser on int32 (wrapping)."""
-    x = (x ^ _shift_right(x, 16)) * _signed(0x85EBCA6B)
-    x = (x ^ _shift_right(x, 13)) * _signed(0xC2B2AE35)
-    return x ^ _shift_right(x, 16)
+def _mix(x: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    """murmur3's 32-bit finaliser on int32 (wrapping), in place; scratch: int32 of x's shape."""
+    for bits, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, None)):
+        # torch shifts arithmetically: the mask makes it a logical shift
+        torch.bitwise_right_shift(x, bits, out=scratch)
+        x.bitwise_xor_(scratch.bitwise_and_((1 << (32 - bits)) - 1))
+        if factor is not None:
+            x.mul_(_signed(factor))
+    return x
 
 
 def gumbel_noise(
@@ -148,41 +144,71 @@ def noise_words(keys: list[tuple[int, int]], vocabulary: int, device: torch.devi
 
 
 def _words(low: torch.Tensor, high: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return _mix(_mix(ids ^ low) + high)
+    words = torch.bitwise_xor(ids, low)
+    scratch = torch.empty_like(words)
+    return _mix(_mix(words, scratch).add_(high), scratch)
 
 
 def _uniform(low: torch.Tensor, high: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    h = _words(low, high, ids)
-    return (_shift_right(h, 9).float() + 0.5) * 2.0**-23
+    words = _words(low, high, ids)
+    top_bits = words.bitwise_right_shift_(9).bitwise_and_((1 << 23) - 1)
+    return top_bits.float().add_(0.5).mul_(2.0**-23)
 
 
 def _gumbel(u: torch.Tensor) -> torch.Tensor:
     return -log(-log(u))
 
 
-def gumbel_argmax(
-    logits_TV: torch.Tensor, relative_TV: torch.Tensor, keys: list[tuple[int, int]]
-) -> torch.Tensor:
+_SPAN = 64
+"""Ids whose best bound is looked at as one. Changes no bit."""
+
+
+def gumbel_argmax(logits_TV: torch.Tensor, keys: list[tuple[int, int]]) -> torch.Tensor:
     """int64 [T]: the id with the largest logits + gumbel_noise(keys), the smallest on ties.
 
-    relative: exp(logits - row maximum). Noise is computed only where it can win. An id beats the
-    row's most likely one, of noise g, only if its own noise -log(-log(u)) reaches
-    t = (maximum - logit) + g; then 1 - u <= -log(u) <= exp(-t) = relative * exp(-g).
+    Noise is computed only where it can win: each id's score is bounded from above (`_span_bounds`), and
+    what reaches the true score of the id with the largest bound is scored too.
     """
-    low, high = _key_columns(keys, logits_TV.device)
-    top, top_id = logits_TV.max(-1, keepdim=True)
-    g = _gumbel(_uniform(low, high, top_id.int()))
-    # the slack covers every rounding of logits, noise and their sum
-    reach = torch.exp(1e-3 + 1e-6 * top.abs() - g)
-    smallest = 0.5 * 2.0**-23
-    row, column = (relative_TV >= smallest / reach).nonzero().unbind(1)
-    u = _uniform(low[row, 0], high[row, 0], column.int())
-    able = 1.0 - u <= relative_TV[row, column] * reach[row, 0]
-    row, column, u = row[able], column[able], u[able]
-    row = torch.cat([row, torch.arange(len(keys), device=row.device)])
-    column = torch.cat([column, top_id[:, 0]])
-    score = logits_TV[row, column] + torch.cat([_gumbel(u), g[:, 0]])
-    best = torch.full_like(top[:, 0], float("-inf")).scatter_reduce_(0, row, score, "amax")
-    wins = score == best[row]
-    chosen = torch.full_like(top_id[:, 0], logits_TV.shape[1])
-    return chosen.scatter_reduce_(0, row[wins], column[wins], "amin")
+    logits, (low, high) = logits_TV, _key_columns(keys, logits_TV.device)
+    bounds = [_span_bounds(logits[r], low[r], high[r]) for r in _cached_rows(logits)]
+    spans = torch.cat(bounds)
+    best, _, _ = _best_of(spans == spans.amax(-1, keepdim=True), logits, low, high)
+    # covers every rounding of bounds, noise, logits and their sums
+    slack = 1e-3 + 1e-6 * logits.amax(-1).abs()
+    best, row, (score, ids) = _best_of(spans >= (best - slack)[:, None], logits, low, high)
+    ids = ids.masked_fill(score != best[row, None], logits.shape[1]).amin(-1)
+    chosen = torch.full_like(row[:1], logits.shape[1]).repeat(len(logits))
+    return chosen.scatter_reduce_(0, row, ids, "amin")
+
+
+def _best_of(
+    spans: torch.Tensor, logits: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """(largest score of each row, rows [n], (scores, ids) [n, _SPAN]) of spans marked in bool [T, S]."""
+    row, span = spans.nonzero().unbind(1)
+    ids = span[:, None] * _SPAN + torch.arange(_SPAN, device=logits.device)
+    ids.clamp_(max=logits.shape[1] - 1)  # past the end: the last id once more
+    score = logits[row[:, None], ids] + _gumbel(_uniform(low[row], high[row], ids.int()))
+    best = torch.full_like(logits[:, 0], float("-inf"))
+    return best.scatter_reduce_(0, row, score.amax(-1), "amax"), row, (score, ids)
+
+
+_LN2 = 0.6931471805599453
+
+
+def _span_bounds(logits: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """FP32 [T, S]: for each _SPAN ids a number that none of their scores exceeds.
+
+    Noise is at most -ln(1 - u), because -ln u >= 1 - u. With 1 - u = 2^-23 f that is ln 2 * (23 - log2 f),
+    and the bits of an FP32 f >= 0.5, read as an integer, are at most 2^23 * (127 + log2 f), never
+    0.09 * 2^23 less.
+    """
+    rows, vocabulary = logits.shape
+    width = -(-vocabulary // _SPAN) * _SPAN
+    words = _words(low, high, torch.arange(width, dtype=torch.int32, device=logits.device)[None])
+    f = words.bitwise_right_shift_(9).bitwise_and_((1 << 23) - 1).float()
+    torch.sub(torch.tensor(2.0**23 - 0.5, device=f.device), f, out=f)
+    bounds = f.view(torch.int32).float()
+    torch.add(logits, bounds[:, :vocabulary], alpha=-_LN2 * 2.0**-23, out=bounds[:, :vocabulary])
+    bounds[:, vocabulary:] = float("-inf")
+    return bounds.view(rows, -1, _SPAN).amax(-1).add_(_LN2 * (23 + 127))
