@@ -32,6 +32,9 @@ TARGETS = (
            "bf16-fast_over_torch", 0.97, 1.1, reduce="worst"),
     Target("training phase, same-bits bf16 over bf16-fast", "step", "micro/*", "bf16_over_bf16-fast",
            0.9, 1.0, reduce="worst"),
+    Target("peak memory of the training phase, fp8 against bf16-fast", "step",
+           "whole/qwen3-8b/2048/16384/bf16-fast/mlp", "peak_gib", 0.85, 0.7, more=False,
+           over="whole/qwen3-8b/2048/16384/fp8/mlp"),
 )  # fmt: skip
 
 
