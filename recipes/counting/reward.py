@@ -1,4 +1,4 @@
-"""Pay for counting: the share of the asked numbers that come in order before the first mistake."""
+"""Pay for counting: the share of the asked numbers that are one step on from the number before them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ def reward(completions: list[str], answer: list[str], **_: object) -> list[float
 
 
 def _share(text: str, wanted: str) -> float:
-    asked = wanted.split(", ")
-    right = 0
-    for number, found in zip(asked, re.findall(r"\d+", text), strict=False):
-        if number != found:
-            break
-        right += 1
-    return right / len(asked)
+    asked = [int(n) for n in wanted.split(", ")]
+    step = asked[1] - asked[0]
+    # a number of more than nine digits is a slip, and not worth an integer of that size
+    found = [int(n[:9]) for n in re.findall(r"\d+", text)][: len(asked)]
+    before = [asked[0] - step, *found]
+    return sum(n - b == step for n, b in zip(found, before, strict=False)) / len(asked)
