@@ -131,6 +131,23 @@ def test_engine_progress_counts_to_the_end(monkeypatch: pytest.MonkeyPatch):
     ]
 
 
+def test_a_step_shows_where_its_time_went_and_how_much_is_left():
+    stream = io.StringIO()
+    reporter = Reporter(stream)
+    values = {
+        "time/step_s": 8.0,
+        "time/rollout_s": 5.0,
+        "time/backward_s": 2.0,
+        "time/reward_s": 0.1,
+    }
+    reporter.step(1, 11, values | {"perf/mfu": 0.412})
+    reporter.step(2, 11, {"time/step_s": 4.0, "time/eval_s": 2.0})
+    assert stream.getvalue().splitlines() == [
+        "step  1/11  mfu 41.2%  s 8.0 (rollout 62% backward 25%)  left 1m20s",
+        "step  2/11  s 4.0  left 1m03s",  # the mean of 8 and 6 seconds, nine times
+    ]
+
+
 def test_progress_off_a_terminal_is_plain_lines(monkeypatch: pytest.MonkeyPatch):
     now = [0.0]
     monkeypatch.setattr("samebit.reporter.time.monotonic", lambda: now[0])

@@ -167,3 +167,25 @@ def test_a_reward_function_that_raises_stops_with_its_own_error(file: Path, tmp_
         run.train()
     run.close()
     assert runs.metrics(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize(
+    ("phase", "named"),
+    [
+        ("rollout", "rollout.max_batch or rollout.cache_tokens"),
+        ("train", "the largest saving is train."),
+    ],
+)
+def test_running_out_of_memory_names_the_phase_and_the_setting_to_change(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, named: str
+):
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. More words")
+
+    run = run_of(file, tmp_path / "oom", ("eval.every", "0"))
+    owner, name = (run.engine, "generate") if phase == "rollout" else (run.trainer, "step")
+    monkeypatch.setattr(owner, name, full)
+    with pytest.raises(ValueError, match=f"memory in step 1, phase {phase} .*{named}") as error:
+        run.train()
+    assert "More words" not in str(error.value)
+    run.close()

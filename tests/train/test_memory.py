@@ -125,13 +125,14 @@ def test_a_group_larger_than_the_budget_counts_whole():
     assert any("1,000 tokens" in p.name for p in plan_memory(MODEL, plan, config).parts)
 
 
-def test_the_reference_is_planned_as_the_weights_it_keeps():
+@pytest.mark.parametrize("config", [MODEL, QWEN3], ids=["tied", "untied"])
+def test_the_reference_is_planned_as_the_weights_it_keeps(config):
     from samebit.models.load import freeze
 
-    plan = plan_for(load_recipe("fp8"), QWEN3)
-    parts = plan_memory(QWEN3, plan, settings(), frozenset({"reference"})).parts
+    plan = plan_for(load_recipe("fp8"), config)
+    parts = plan_memory(config, plan, settings(), frozenset({"reference"})).parts
     planned = next(p.size for p in parts if p.name.startswith("reference"))
-    model = random_model(QWEN3, "fp8")
+    model = random_model(config, "fp8")
     ids, layout = torch.arange(TOKENS), PackedLayout((Segment(0, TOKENS),))
     with torch.no_grad():
         before = model(ids, layout, "train")
