@@ -315,7 +315,6 @@ def small_jobs(every: bool) -> Iterator[Job]:
     from samebit.kernels.adamw_8bit import update_8bit
     from samebit.kernels.decode_step import advance, prepare
     from samebit.kernels.head import known_normaliser
-    from samebit.kernels.quantize_gradient import quantize_silu_mul_gradient, token_group_table
 
     x, ids = torch.zeros(256, 1024, dtype=BF16), torch.zeros(256, dtype=torch.int64)
     numbers, words = torch.zeros(256), torch.zeros(256, 20, dtype=torch.int32)
@@ -323,10 +322,6 @@ def small_jobs(every: bool) -> Iterator[Job]:
     angles = torch.zeros(256, 64)
     yield "rotate", lambda: rotate.rotate(x.view(256, 8, 128), angles, angles, backward=False)
     yield "normaliser", lambda: known_normaliser(x, x, ids, numbers, numbers)
-    yield (
-        "silu and quantise gradient",
-        lambda: quantize_silu_mul_gradient(x, x, x, token_group_table([256], "cpu")),
-    )
     two = words[:, :2].contiguous()
     yield "prepare", lambda: prepare(words, ids, ids, words[:, 0].contiguous(), two, 128)
     yield "advance", lambda: advance(ids, numbers, words, ids, two, 1000)
