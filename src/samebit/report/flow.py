@@ -79,6 +79,11 @@ def _detail_of(flow: Mapping[str, Any], row: str) -> Mapping[str, Any] | None:
     return None
 
 
+def _library(flow: Mapping[str, Any], row: str) -> bool:
+    """Whether the row is a product of the platform's own library (absent from older plans)."""
+    return row in _LINEARS and bool(flow[row].get("library"))
+
+
 def draw_flow(recipe: Mapping[str, Any], standalone: bool = False) -> str:
     """The SVG; `standalone` gives it a background and its own namespace for a file."""
     lanes = [("Rollout", recipe["rollout"]), ("Training forward", recipe["train"])]
@@ -116,7 +121,9 @@ def _lane(x: float, title: str, flow: Mapping[str, Any], other: Mapping[str, Any
     for i, (row, label) in enumerate(_ROWS):
         y = _TOP + i * _ROW
         given, detail = _input_of(flow, row), _detail_of(flow, row)
-        differs = given != _input_of(other, row) or detail != _detail_of(other, row)
+        library = _library(flow, row)
+        same = given == _input_of(other, row) and detail == _detail_of(other, row)
+        differs = not same or library != _library(other, row)
         edge = "#d43f3f" if differs else ""
         stroke = f' style="stroke:{edge};stroke-width:1.8"' if edge else ""
         color = COLORS[given["format"]]
@@ -132,7 +139,7 @@ def _lane(x: float, title: str, flow: Mapping[str, Any], other: Mapping[str, Any
         body.append(_text(x + 12, y + 18, label))
         if detail is not None:
             name = "KV" if row == "attention" else "in" if row == "norm" else "W"
-            text = f"{name} {precision_text(detail)}"
+            text = f"{name} {precision_text(detail)}" + (", library" if library else "")
             body.append(
                 f'<text class="small" x="{x + _BOX - 10}" y="{y + 18}" text-anchor="end" '
                 f'style="fill:{COLORS[detail["format"]]}">{escape(text)}</text>'
