@@ -159,6 +159,17 @@ def test_a_wrong_column_is_refused_before_the_model_is_looked_for(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here the device can be used")
+def test_a_device_that_cannot_be_used_is_refused_with_the_way_out(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "out"
+    assert main(["train", str(file), "--out", str(out), "--run.device", "cuda"]) == 2
+    said = capsys.readouterr().err
+    assert "device cuda cannot be used: torch sees no CUDA device" in said
+    assert "Use --run.device cpu" in said
+
+
 def test_a_reward_function_that_raises_stops_with_its_own_error(file: Path, tmp_path: Path):
     mine = tmp_path / "mine.py"
     mine.write_text("def reward(completions, **_):\n    raise ZeroDivisionError('mine')\n")

@@ -32,7 +32,7 @@ from samebit.models.load import freeze, load_model, plan_for
 from samebit.models.source import fingerprint
 from samebit.models.source import resolve as resolve_model
 from samebit.models.tokenizer import Tokenizer
-from samebit.quant.ops import missing_for_cuda
+from samebit.quant.ops import get_ops, missing_for_cuda
 from samebit.quant.plan import load_recipe
 from samebit.reporter import Reporter
 from samebit.run_checks import Checks, planned_memory
@@ -354,9 +354,11 @@ def held_out(task: Any, limit: int) -> list[Prompt]:
 
 
 def choose_device(config: Config) -> torch.device:
-    """run.device as a torch device; auto is the GPU where the kernels run, else the CPU."""
+    """run.device as a torch device, ValueError where it cannot be used; auto is the GPU or the CPU."""
     if config.run.device != "auto":
-        return torch.device(config.run.device)
+        device = torch.device(config.run.device)
+        get_ops(device)  # refuses, before anything asks the device for its memory
+        return device
     missing = missing_for_cuda(torch.device("cuda"))
     return torch.device("cuda" if missing is None else "cpu")
 
