@@ -159,6 +159,14 @@ def test_a_wrong_column_is_refused_before_the_model_is_looked_for(
     assert not (tmp_path / "out").exists()
 
 
+def test_the_reward_before_training_is_shown(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["train", str(file), "--out", str(tmp_path / "out"), "--steps", "1"]) == 0
+    first = runs.read_json_lines(tmp_path / "out" / "metrics.jsonl")[0]
+    assert f"step 0/1  held-out {first['reward/eval_mean']:.3f}\n" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the device can be used")
 def test_a_device_that_cannot_be_used_is_refused_with_the_way_out(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -153,7 +153,8 @@ class Run:
     def _train(self) -> None:
         config = self.config
         if self.progress.step == 0 and config.eval.every:
-            self.metrics_log.write(0, self.evaluate())
+            self.metrics_log.write(0, first := self.evaluate())
+            self.report.step(0, config.train.steps, first)
         if self.pending:
             self._finish_step()
         while self.progress.step < config.train.steps:
@@ -356,9 +357,8 @@ def held_out(task: Any, limit: int) -> list[Prompt]:
 def choose_device(config: Config) -> torch.device:
     """run.device as a torch device, ValueError where it cannot be used; auto is the GPU or the CPU."""
     if config.run.device != "auto":
-        device = torch.device(config.run.device)
-        get_ops(device)  # refuses, before anything asks the device for its memory
-        return device
+        get_ops(torch.device(config.run.device))  # refuses, before it is asked for its memory
+        return torch.device(config.run.device)
     missing = missing_for_cuda(torch.device("cuda"))
     return torch.device("cuda" if missing is None else "cpu")
 

@@ -191,7 +191,9 @@ def test_export_in_both_forms(made: tuple[str, str], capsys: Any, tmp_path: Path
 
     run = made[1]
     assert main(["export", run, str(tmp_path / "bf16")]) == 0
+    assert "BF16 weights are another policy" in capsys.readouterr().err
     assert main(["export", run, str(tmp_path / "fp8"), "--fp8"]) == 0
+    assert "another policy" not in capsys.readouterr().err
     name = "model.layers.0.mlp.down_proj.weight"
     with safe_open(tmp_path / "bf16" / "model.safetensors", "pt") as file:
         plain = file.get_tensor(name)

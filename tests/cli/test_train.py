@@ -112,7 +112,9 @@ def test_unexpected_errors_keep_their_traceback_for_debug(
 
     monkeypatch.setattr(sys.modules["samebit.loop"], "train", broken)
     assert main(["train", file]) == 1
-    assert "TypeError: boom (run again with --debug" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "TypeError: boom (run again with --debug" in said
+    assert f"{__file__}:{broken.__code__.co_firstlineno + 1})" in said
     assert main(["train", file, "--debug"]) == 1
     assert "Traceback" in capsys.readouterr().err
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from samebit.cli.arguments import Option, expect, help_text, parse
@@ -33,6 +34,8 @@ def run(args: Sequence[str]) -> int:
         _require_fp8_blocks(recipe)
     from samebit.models.export import export_bf16, export_fp8
     from samebit.models.load import named_masters
+    from samebit.quant.flow import is_unified
+    from samebit.quant.plan import load_recipe
 
     model, _, source = load_policy(target, recipe)
     masters = named_masters(model)
@@ -43,6 +46,13 @@ def run(args: Sequence[str]) -> int:
 
             masters = fold_back(masters, model.config, s)
         print(export_bf16(out, source, masters))
+        trained = load_recipe(target.config.recipe)
+        if target.checkpoint is not None and is_unified(trained) and trained.quantised:
+            print(
+                f"the run was trained as {trained.name}; its BF16 weights are another policy: "
+                f"compare them by samebit eval {name} --recipe {trained.name},bf16",
+                file=sys.stderr,
+            )
         return 0
     quantised = quantised_matrices(model)
     rest = {name: tensor for name, tensor in masters.items() if name not in quantised}
