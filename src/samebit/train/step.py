@@ -347,11 +347,12 @@ class Trainer:
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(the sampler's log-probs, dloss/dlogp there), where the trainer's will be the same bits.
 
-        None where they may differ, where entropy or a value carries gradient, or where the backend
-        gains nothing by it.
+        None where they may differ (run.on_mismatch = "warn" trains on where they do), where entropy or a
+        value carries gradient, or where the backend gains nothing by it.
         """
         model = self.model
         same = model.plan.unified and self.updates_per_step == 1 and self.value is None
+        same = same and self.config.run.on_mismatch == "stop"
         if not (same and model.ops.PLANS_HEAD and batch.drawn_at == model.version):
             return None
         logp = batch.rollout_logp.clone().requires_grad_()
