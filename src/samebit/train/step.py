@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -265,7 +266,7 @@ class Trainer:
     def _pack_whole(batches: list[PackedBatch]) -> PackedBatch:
         """The token side of several packs as one (its rows are not to be fed)."""
         first = batches[0]
-        joined = {
+        joined: dict[str, Any] = {
             name: torch.cat([getattr(b, name) for b in batches])
             for name in ("targets", "rollout_logp", "version", "sequence", "group")
         }
