@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from samebit import reference
 from samebit.check import _sequences, tiny_model
 from samebit.cli import main
+from samebit.diagnosis import ROLE_OF
 from samebit.layers.kv import KVStore
+from samebit.operand import Operand
 from samebit.trace import (
     differing_tokens,
     first_difference,
@@ -37,8 +41,8 @@ def test_unified_recipes_agree_in_every_operator(recipe: str):
     train, decode = training_side(model, SEQUENCES), rollout_side(model, SEQUENCES)
     assert first_difference(train, decode) is None
     assert differing_tokens(train.logp_T, decode.logp_T) == 0
-    # 9 operators a block (qkv, two rotaries, ...), the final norm and the log-prob
-    assert len(train.rows) == 2 * 9 + 2
+    # 9 operators a block (qkv, two rotaries, ...), the codes of 4, the final norm and the log-prob
+    assert len(train.rows) == 2 * (9 + 4) + 2
     assert all(len(rows) == sum(map(len, SEQUENCES)) for rows in train.rows.values())
 
 
@@ -59,6 +63,39 @@ def test_a_fault_in_a_weight_is_named(recipe: str, kind: str, path: str, operato
     assert found is not None
     assert (found.operator, found.layer) == (operator, int(path.split(".")[1]))
     assert f"operator {operator} of layer {found.layer}" in found.describe()
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "int8"])
+@pytest.mark.parametrize(
+    ("fused", "operator"),
+    [
+        ("rms_norm_quantize", "norm_attention"),
+        ("add_rms_norm_quantize", "norm_mlp"),
+        ("silu_mul_quantize", "silu_mul"),
+    ],
+)
+def test_a_fault_of_a_fused_operator_is_named(recipe: str, fused: str, operator: str):
+    """Its parts are right: only what it writes itself shows the fault."""
+
+    class Faulty:
+        def __getattr__(self, name: str):
+            real = getattr(reference, name)
+            return real if name != fused else lambda *a: self.spoiled(real(*a))
+
+        def spoiled(self, found):
+            if isinstance(found, tuple):
+                return tuple(self.spoiled(x) if isinstance(x, Operand) else x for x in found)
+            codes = found.codes.clone()
+            codes.view(torch.uint8)[-1, 0] ^= 1
+            return replace(found, codes=codes)
+
+    model = tiny_model(recipe)
+    train = training_side(model, SEQUENCES)
+    model.ops = Faulty()
+    found = first_difference(train, rollout_side(model, SEQUENCES))
+    assert found is not None and found.layer == 0
+    assert found.operator == operator + ("" if recipe == "bf16" else "_codes")
+    assert found.operator in ROLE_OF
 
 
 def test_a_stale_cache_row_is_named_with_its_token():

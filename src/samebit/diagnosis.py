@@ -18,13 +18,17 @@ from samebit.types import Group
 
 ROLE_OF = {
     "norm_attention": "norm",
+    "norm_attention_codes": "norm",
     "qkv": "qkv",
     "rotary_q": "qkv",
     "rotary_k": "qkv",
     "attention": "attention",
+    "attention_codes": "out",
     "out": "out",
     "norm_mlp": "norm",
+    "norm_mlp_codes": "norm",
     "silu_mul": "gate_up",
+    "silu_mul_codes": "down",
     "down": "down",
     "norm_final": "norm",
     "log_prob": "head",

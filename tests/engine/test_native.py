@@ -162,8 +162,9 @@ def test_every_end_id_is_honoured_and_stays_in_the_sample(model):
     whole = free.generate(prompts()[:1], 1, Sampling(max_tokens=8))[0].samples[0]
     assert END_ID not in whole.ids and whole.finish_reason == "length" and whole.truncated
     stop_id = whole.ids[4]
-    with pytest.raises(ValueError, match="stop_ids holds 100000"):
-        free.generate(prompts()[:1], 1, Sampling(max_tokens=8, stop_ids=(100000,)))
+    for never in (-1, 100000):
+        with pytest.raises(ValueError, match=f"stop_ids holds {never}"):
+            free.generate(prompts()[:1], 1, Sampling(max_tokens=8, stop_ids=(never,)))
     cut = free.generate(prompts()[:1], 1, Sampling(max_tokens=8, stop_ids=(stop_id,)))[0].samples[0]
     first = whole.ids.index(stop_id)
     assert cut.ids == whole.ids[: first + 1] and cut.finish_reason == "stop" and not cut.truncated

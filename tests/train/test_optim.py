@@ -89,6 +89,24 @@ def test_what_is_below_the_smallest_code_is_zero_or_the_smallest():
     assert not nothing.any() and scale.tolist() == [0.0]
 
 
+@pytest.mark.parametrize("case", ["sparse", "spread"])
+def test_a_quiet_value_beside_a_loud_one_takes_no_huge_step(case):
+    """Its second moment must not vanish while its first moment is still there."""
+    generator = torch.Generator().manual_seed(0)
+    held = nn.Parameter(torch.zeros(100, 96))
+    optimizer = build_optimizer({"embedding": held}, TrainConfig(optimizer_states="8bit"))
+    optimizer.param_groups[0]["lr"] = 1.0
+    loud = torch.exp(3.0 * torch.randn(100, 96, generator=generator))
+    for _ in range(60):
+        grad = 1e-3 * torch.randn(100, 96, generator=generator) * loud
+        if case == "sparse":  # rows of an embedding that few batches hold, two or three to a block
+            grad *= torch.rand(100, 1, generator=generator) < 0.05
+        before, held.grad = held.detach().clone(), grad
+        optimizer.step()
+        assert float((held.detach() - before).abs().max()) < 8.0
+    assert int((optimizer.state[held]["exp_avg"] != 0).sum()) > 1000
+
+
 def test_norm_clip_and_faults_read_all_gradients_at_once():
     held = parameters()
     assert finite_norm(held.values()) == 0.0 and nonfinite_roles(held) == ()

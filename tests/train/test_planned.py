@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from samebit import reference
+from samebit.config import RunConfig
 from samebit.models.load import load_model
 from samebit.quant.plan import load_recipe
 from tests.tiny import tiny_folder
@@ -95,3 +96,18 @@ def test_batches_with_older_or_unknown_log_probs_are_not_planned(folder, change)
     ops = Planning()
     steps(build(folder), ops, altered)
     assert ops.planned == 0
+
+
+def test_a_run_that_goes_on_after_a_mismatch_trains_on_its_own_log_probs(folder):
+    def drifted(groups):
+        moved = lambda s: dataclasses.replace(s, logps=s.logps + np.float32(0.5))  # noqa: E731
+        return [dataclasses.replace(g, samples=tuple(map(moved, g.samples))) for g in groups]
+
+    ops, found = Planning(), []
+    for backend in (reference, ops):
+        trainer = build(folder)
+        run = RunConfig(on_mismatch="warn")
+        trainer.config = dataclasses.replace(trainer.config, run=run)
+        found.append(steps(trainer, backend, drifted)[0])
+    assert ops.planned == 0
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

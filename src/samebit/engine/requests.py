@@ -121,10 +121,10 @@ def new_states(
         raise ValueError(f"stop strings {sampling.stop} need a tokenizer; give the engine one")
     for prompt in prompts:
         _check_prompt(prompt, config)
-    unknown = sorted(i for i in sampling.stop_ids if i >= config.tokenizer_size)
+    unknown = sorted(i for i in sampling.stop_ids if not 0 <= i < config.tokenizer_size)
     if unknown:
         raise ValueError(
-            f"rollout.stop_ids holds {unknown[0]}; the tokenizer's ids end at "
+            f"rollout.stop_ids holds {unknown[0]}; the tokenizer's ids go from 0 to "
             f"{config.tokenizer_size - 1}, so it could never be drawn"
         )
     stop_ids = frozenset(config.eos_ids) | frozenset(sampling.stop_ids)

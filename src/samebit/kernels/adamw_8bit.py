@@ -33,7 +33,7 @@ def _decode(codes, scale, BASE: tl.constexpr):
 
 
 @triton.jit
-def _encode(magnitude, random, BASE: tl.constexpr):
+def _encode(magnitude, random, BASE: tl.constexpr, VANISHES: tl.constexpr):
     """(codes int32, scale) of magnitudes [rows, 256]."""
     scale = tl.max(magnitude, axis=1)
     y = tl.div_rn(
@@ -41,7 +41,10 @@ def _encode(magnitude, random, BASE: tl.constexpr):
     )
     codes = ((y.to(tl.int32, bitcast=True) + random) >> 20) - BASE
     smallest = tl.full((), (BASE + 1) << 20, tl.int32).to(tl.float32, bitcast=True)
-    below = (random.to(tl.float32) * (smallest * 0.00000095367431640625) < y).to(tl.int32)
+    if VANISHES:
+        below = (random.to(tl.float32) * (smallest * 0.00000095367431640625) < y).to(tl.int32)
+    else:
+        below = (magnitude > 0).to(tl.int32)
     return tl.where(y < smallest, below, codes), scale
 
 
@@ -83,11 +86,11 @@ def _update_kernel(
     denominator = tl.sqrt_rn(v) * root + epsilon
     p = p * decay - tl.div_rn(m, denominator) * rate
     tl.store(p_ptr + element, p, mask=inside)
-    codes, scale = _encode(tl.abs(m), _random_bits(element, 2 * key), FIRST_BASE)
+    codes, scale = _encode(tl.abs(m), _random_bits(element, 2 * key), FIRST_BASE, True)
     codes = tl.where(m < 0, codes | 0x80, codes)
     tl.store(m_ptr + element, codes.to(tl.uint8), mask=whole)
     tl.store(m_scale_ptr + row, scale, mask=row < blocks)
-    codes, scale = _encode(v, _random_bits(element, 2 * key + 1), SECOND_BASE)
+    codes, scale = _encode(v, _random_bits(element, 2 * key + 1), SECOND_BASE, False)
     tl.store(v_ptr + element, codes.to(tl.uint8), mask=whole)
     tl.store(v_scale_ptr + row, scale, mask=row < blocks)
 

@@ -102,14 +102,25 @@ def _normed(
 def _watch_norm(
     call: ForwardCall, name: str, total: torch.Tensor, operand: Operand, norm: Gain, use: LinearUse
 ) -> None:
-    """Show the norm's BF16 output, which the fused kernel does not write, to whom it concerns."""
+    """Show the norm's BF16 output, which a fused kernel may not write, and its codes to whom it concerns."""
     if call.tap is None and use.observe is None:
         return
-    y, _ = call.ops.rms_norm(total, norm.bf16, norm.eps)
-    if call.tap is not None:
-        call.tap(name, y)
+    y = operand.codes
+    if operand.scale is not None:
+        y, _ = call.ops.rms_norm(total, norm.bf16, norm.eps)
+    _tap_operand(call, name, y, operand)
     if use.observe is not None:
         use.observe(y, operand)
+
+
+def _tap_operand(call: ForwardCall, name: str, x: torch.Tensor, operand: Operand) -> None:
+    """Show x and the codes made of it: a fused kernel writes only these, so only they show its faults."""
+    if call.tap is None:
+        return
+    call.tap(name, x)
+    if operand.scale is not None:
+        parts = (operand.codes, operand.scale)
+        call.tap(f"{name}_codes", torch.cat([p.contiguous().view(torch.uint8) for p in parts], 1))
 
 
 def _multiply(ops: Any, operand: Operand, use: LinearUse) -> torch.Tensor:
@@ -169,7 +180,7 @@ def _attend(
 
 
 def _tap_attention(
-    half: AttentionHalf, qkv: tuple[torch.Tensor, ...], attended: torch.Tensor
+    half: AttentionHalf, qkv: tuple[torch.Tensor, ...], attended: torch.Tensor, operand: Operand
 ) -> None:
     tap = half.call.tap
     if tap is None:
@@ -180,7 +191,7 @@ def _tap_attention(
     q, k, _ = half.call.ops.qk_norm_rope(qkv, half.call.rotation, half.gains, Attention())
     tap(f"{path}.rotary_q", q)
     tap(f"{path}.rotary_k", k)
-    tap(f"{path}.attention", attended)
+    _tap_operand(half.call, f"{path}.attention", attended, operand)
 
 
 class _AttentionHalf(Function):
@@ -197,8 +208,8 @@ class _AttentionHalf(Function):
         _watch_norm(call, f"{path}.norm_attention", total, operand, half.norm, half.qkv)
         qkv = _multiply_parts(ops, operand, half.qkv)
         heads, attended, lse = _attend(half, qkv)
-        _tap_attention(half, qkv, attended.flatten(1))
         out_operand = ops.quantize_activation(attended.flatten(1), half.out.spec.lhs)
+        _tap_attention(half, qkv, attended.flatten(1), out_operand)
         if half.out.observe is not None:
             half.out.observe(attended.flatten(1), out_operand)
         y_TK = _multiply(ops, out_operand, half.out)
@@ -282,9 +293,8 @@ class _MlpHalf(Function):
         gate, up = _multiply_parts(ops, operand, half.gate_up)
         product = ops.silu_mul_quantize(gate, up, half.down.spec.lhs)
         if call.tap is not None or half.down.observe is not None:
-            shown = ops.silu_mul(gate, up)
-            if call.tap is not None:
-                call.tap(f"{path}.silu_mul", shown)
+            shown = product.codes if product.scale is None else ops.silu_mul(gate, up)
+            _tap_operand(call, f"{path}.silu_mul", shown, product)
             if half.down.observe is not None:
                 half.down.observe(shown, product)
         y_TK = _multiply(ops, product, half.down)

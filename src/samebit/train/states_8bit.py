@@ -6,7 +6,8 @@ relative to the block's largest value: a sign, 15 octaves and 3 bits for the fir
 octaves and 3 bits for the second, which is never negative. And a value between two codes goes to
 either with the chance that keeps it unbiased: rounded to nearest, a second moment that moves by
 1 - beta2 = 0.001 a step would never leave its code. The chance is a hash of (step, element), so
-two runs agree in every bit.
+two runs agree in every bit. Only a second moment too small for its smallest code is always rounded up to
+it: at 0 beside a first moment that is not, it would divide that by epsilon alone.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class MomentFormat:
     one: int
     stream: int
     """Which of the two random streams rounds it."""
+    vanishes: bool
+    """Whether what is below the smallest code may become 0."""
 
     @property
     def base(self) -> int:
@@ -51,9 +54,9 @@ class MomentFormat:
         return float(bits.view(torch.float32))
 
 
-FIRST = MomentFormat(one=120, stream=0)
+FIRST = MomentFormat(one=120, stream=0, vanishes=True)
 """7 bits and a sign: relative to the block's largest down to 2^-15."""
-SECOND = MomentFormat(one=255, stream=1)
+SECOND = MomentFormat(one=255, stream=1, vanishes=False)
 """8 bits without a sign: down to 2^-32."""
 
 
@@ -112,6 +115,8 @@ def encode(x: Tensor, form: MomentFormat, random: Tensor) -> tuple[Tensor, Tenso
     y = (blocks / torch.where(scale > 0, scale, 1.0)[:, None]).view(-1)
     codes = ((y.view(torch.int32).long() + random) >> 20) - form.base
     below = (random.float() * (2.0**-20 * form.smallest) < y).long()
+    if not form.vanishes:
+        below = (blocks > 0).view(-1).long()
     return torch.where(y < form.smallest, below, codes).short(), scale
 
 

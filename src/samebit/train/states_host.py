@@ -141,7 +141,9 @@ class _Lane:
         with torch.cuda.stream(self.outward):
             for h, d in zip(host, device, strict=True):
                 h.copy_(d, non_blocking=True)
-            self.written.append(self.outward.record_event())
+            event = torch.cuda.Event()
+            event.record(self.outward)
+            self.written.append(event)
         self.visits += 1
 
     def finish(self) -> None:

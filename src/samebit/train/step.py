@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -265,7 +266,7 @@ class Trainer:
     def _pack_whole(batches: list[PackedBatch]) -> PackedBatch:
         """The token side of several packs as one (its rows are not to be fed)."""
         first = batches[0]
-        joined = {
+        joined: dict[str, Any] = {
             name: torch.cat([getattr(b, name) for b in batches])
             for name in ("targets", "rollout_logp", "version", "sequence", "group")
         }
@@ -347,11 +348,12 @@ class Trainer:
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(the sampler's log-probs, dloss/dlogp there), where the trainer's will be the same bits.
 
-        None where they may differ, where entropy or a value carries gradient, or where the backend
-        gains nothing by it.
+        None where they may differ (run.on_mismatch = "warn" trains on where they do), where entropy or a
+        value carries gradient, or where the backend gains nothing by it.
         """
         model = self.model
         same = model.plan.unified and self.updates_per_step == 1 and self.value is None
+        same = same and self.config.run.on_mismatch == "stop"
         if not (same and model.ops.PLANS_HEAD and batch.drawn_at == model.version):
             return None
         logp = batch.rollout_logp.clone().requires_grad_()
