@@ -64,7 +64,8 @@ def load(path: str | Path | None, overrides: Sequence[tuple[str, str]] = ()) -> 
     table = _canonical({} if path is None else _read(Path(path)), origin)
     merged = _merged_under(table, _override_table(overrides))
     config = _build(Config, merged, "", origin)
-    check_config(config, origin)
+    both = path is not None and overrides
+    check_config(config, f"{origin} and the command line" if both else origin)
     return config
 
 
