@@ -55,8 +55,17 @@ def matmul_rows(x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
+BF16_OPERANDS = torch.__version__.split(".")[:2] == ["2", "13"]
+"""Whether FP32 products of BF16 values may run on BF16 operands: where that was found row-invariant.
+
+With torch 2.11 it is not (K 576, N 2,048, fewer than 96 rows); its plain FP32 product is.
+"""
+
+
 def matmul_rows_fp32(x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
     """`matmul_rows` of BF16 values held as FP32: FP32 sums, returned unrounded."""
+    if not BF16_OPERANDS:
+        return matmul_rows(x_TK, w_NK)
     with _bf16_operands():
         return matmul_rows(x_TK, w_NK)
 
@@ -79,6 +88,10 @@ def _bf16_operands() -> Iterator[None]:
 def packed(w_NK: torch.Tensor) -> torch.Tensor:
     """The weight in the order that the library would bring it to at every call, where there is one."""
     if w_NK.device.type != "cpu" or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return w_NK
+    if w_NK.dtype == torch.bfloat16:
+        return torch.ops.mkldnn._reorder_linear_weight(w_NK.contiguous(), 2 * ROW_STEP)
+    if not BF16_OPERANDS:
         return w_NK
     with _bf16_operands():
         return torch.ops.mkldnn._reorder_linear_weight(w_NK.contiguous(), 2 * ROW_STEP)
