@@ -108,7 +108,7 @@ def shape_of(name: str, layers: int = 0):
 
 
 @functools.lru_cache(maxsize=1)
-def _model(name: str, recipe: str, layers: int = 0):
+def random_model(name: str, recipe: str, layers: int = 0):
     """Random weights on the card, and pages of random keys and values for the largest point."""
     import torch
 
@@ -154,7 +154,7 @@ def _refresh(name: str, recipe: str) -> dict[str, Any]:
 
     from samebit.bench.timing import medians
 
-    model, _ = _model(name, recipe)
+    model, _ = random_model(name, recipe)
     with torch.no_grad():
         times = medians({"refresh": [model.refresh]}, eager=("refresh",), replays=5)
     return {"ms": times["refresh"] / 1e3}
@@ -165,9 +165,9 @@ def _decode(
 ) -> dict[str, Any]:
     import torch
 
-    model, store = _model(name, recipe, layers)
+    model, store = random_model(name, recipe, layers)
     with torch.no_grad():
-        times = _step_times(model, store, sequences, context)
+        times = step_times(new_step(model, store, sequences), context)
     ms = statistics.median(times)
     bound = _roofline_ms(model, sequences, context)
     fields = {"ms": ms, "least_ms": min(times), "tokens_per_s": sequences / ms * 1e3,
@@ -178,13 +178,12 @@ def _decode(
     return fields
 
 
-def _step_times(model: Any, store: Any, sequences: int, context: int) -> list[float]:
-    """Milliseconds of each replay of the engine's graph, contexts growing through the mean."""
+def new_step(model: Any, store: Any, sequences: int):
+    """The engine's graph step over `sequences` rows whose pages are filled."""
     import torch
 
     from samebit.engine import decode as engine
     from samebit.engine.scheduler import SchedulerStats
-    from samebit.reference.sampling import Transform
 
     state = engine.DecodeState(sequences, model.config.max_position, PAGE, model.device)
     each = (store.num_pages - 1) // sequences
@@ -195,8 +194,19 @@ def _step_times(model: Any, store: Any, sequences: int, context: int) -> list[fl
     state.table[:, 2] = range(sequences)
     step = engine.GraphStep(engine.EagerStep(model, store, state), SchedulerStats())
     step.check_addresses()
+    return step
+
+
+def step_times(step: Any, context: int) -> list[float]:
+    """Milliseconds of each replay of the engine's graph, contexts growing through the mean."""
+    import torch
+
+    from samebit.engine import decode as engine
+    from samebit.reference.sampling import Transform
+
+    state = step.eager.state
     bound = engine.smallest_at_least((*engine.CONTEXT_BOUNDS, 1 << 30), context + REPLAYS)
-    bound = min(bound, model.config.max_position)
+    bound = min(bound, step.eager.model.config.max_position)
     step.prepared(state.rows, bound, Transform())
     state.table[:, 0] = context - 1 - REPLAYS // 2
     state.upload(state.rows)
@@ -206,6 +216,8 @@ def _step_times(model: Any, store: Any, sequences: int, context: int) -> list[fl
         step.run(state.rows, bound, Transform())
     events[-1].record()
     torch.cuda.synchronize()
+    logps = state.out[:, 1].view(torch.float32)
+    assert bool(logps.isfinite().all()), "the step drew from NaN"
     return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
 
