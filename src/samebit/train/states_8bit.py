@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+
+from samebit.train.states import AdamWStates
 
 BLOCK_VALUES = 256
 """Values that share a scale."""
@@ -151,27 +152,10 @@ def update_8bit(p: Tensor, grad: Tensor, state: dict[str, Tensor], u: Update) ->
             state[name][coded] = codes.to(torch.uint8)
 
 
-class AdamW8bit(torch.optim.Optimizer):
-    """torch.optim.AdamW's groups and defaults, with moments in a byte each (see the module)."""
+class AdamW8bit(AdamWStates):
+    """Moments in a byte each (see the module); nothing waits for the device."""
 
     KEYS: ClassVar = ("step", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
-
-    def __init__(
-        self,
-        params: Iterable[dict[str, Any]],
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-    ) -> None:
-        super().__init__(params, {"lr": 0.0, "betas": betas, "eps": eps, "weight_decay": 0.0})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient; nothing waits for the device."""
-        assert closure is None
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._update(p, group)
 
     def _update(self, p: Tensor, group: dict[str, Any]) -> None:
         state = self.state[p]

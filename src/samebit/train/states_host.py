@@ -7,40 +7,32 @@ The arithmetic is torch's own AdamW, so the weights are those of `optimizer_stat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from samebit.train.states import AdamWStates
+
 SLICE = 1 << 26
 """Values a slice: 256 MiB of each moment."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class AdamWHost(torch.optim.Optimizer):
-    """torch.optim.AdamW's groups and state, with FP32 moments in pinned host memory."""
+class AdamWHost(AdamWStates):
+    """torch.optim.AdamW's state, with FP32 moments in pinned host memory.
+
+    A step ends when the last moments have landed there.
+    """
 
     KEYS: ClassVar = ("step", *_MOMENTS)
 
-    def __init__(
-        self,
-        params: Iterable[dict[str, Any]],
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-    ) -> None:
-        super().__init__(params, {"lr": 0.0, "betas": betas, "eps": eps, "weight_decay": 0.0})
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._lanes: dict[torch.device, _Lane] = {}
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient; the host waits for the last moments to land."""
-        assert closure is None
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._update(p, group)
+    def _finish(self) -> None:
         for lane in self._lanes.values():
             lane.finish()
 
