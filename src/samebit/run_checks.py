@@ -19,6 +19,20 @@ from samebit.types import Sampling
 log = logging.getLogger(__name__)
 
 
+def sampling_of(config: Config) -> Sampling:
+    """How a run draws its rollouts."""
+    r = config.rollout
+    return Sampling(
+        temperature=r.temperature,
+        top_p=r.top_p,
+        top_k=r.top_k,
+        max_tokens=r.max_tokens,
+        stop=r.stop,
+        stop_ids=r.stop_ids,
+        seed=config.seed,
+    )
+
+
 class Checks:
     """Everything that can be refused before the model is loaded."""
 
@@ -27,16 +41,7 @@ class Checks:
         self.algorithm = load_algorithm(config.rl.algorithm, config.rl.options)
         correction = dict(config.rl.correction)
         self.correction = load_correction(str(correction.pop("name", "none")), correction)
-        r = config.rollout
-        self.sampling = Sampling(
-            temperature=r.temperature,
-            top_p=r.top_p,
-            top_k=r.top_k,
-            max_tokens=r.max_tokens,
-            stop=r.stop,
-            stop_ids=r.stop_ids,
-            seed=config.seed,
-        )
+        self.sampling = sampling_of(config)
         for warning in check_pair(
             self.algorithm,
             self.correction,

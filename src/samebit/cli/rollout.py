@@ -12,7 +12,7 @@ from samebit.cli.arguments import Arguments, Option, expect, help_text, parse
 from samebit.cli.policy import find_target, load_policy
 from samebit.models.tokenizer import Tokenizer
 from samebit.reporter import Reporter
-from samebit.types import Group, Prompt, Sampling
+from samebit.types import Group, Prompt
 
 USAGE = "samebit rollout MODEL|RUN|CHECKPOINT [--prompts FILE] [--out FILE] [--any.key VALUE]"
 ABOUT = (
@@ -53,17 +53,10 @@ def _generate(
     config: Any, model: Any, tokenizer: Tokenizer, prompts: list[Prompt], samples: int
 ) -> list[Group]:
     from samebit.engine.api import load_engine
+    from samebit.run_checks import sampling_of
 
     rollout = config.rollout
-    sampling = Sampling(
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        max_tokens=rollout.max_tokens,
-        stop=rollout.stop,
-        stop_ids=rollout.stop_ids,
-        seed=config.seed,
-    )
+    sampling = sampling_of(config)
     engine = load_engine(rollout.engine)(model, rollout, tokenizer, config.seed)
     reporter = Reporter()
     try:
