@@ -296,34 +296,55 @@ def cases() -> dict[str, Callable[[], dict[str, object]]]:
     return out
 
 
-def main() -> None:
-    """Run the cases named (default: all); a table, and JSON where --out says."""
-    parser = argparse.ArgumentParser(description=__doc__)
+Case = Callable[[], dict[str, object]]
+
+
+def attempt(name: str, case: Case, clock: str = "seconds") -> dict[str, object]:
+    """The case's record with its time under `clock`, printed; one that raises is a record not ok."""
+    begun = time.perf_counter()
+    try:
+        result = case()
+    except Exception as error:  # a table of many cases: the rest still runs
+        frames = reversed(traceback.extract_tb(error.__traceback__)[-4:])
+        where = " < ".join(f"{f.filename}:{f.lineno}" for f in frames)
+        result = {"ok": False, "error": f"{error!r:.300} at {where}"}
+    result[clock] = round(time.perf_counter() - begun, 2)
+    sys.stdout.write(f"{name:34s} {result}\n")
+    sys.stdout.flush()
+    return result
+
+
+def run_cases(
+    description: str | None,
+    known: Callable[[], dict[str, Case]],
+    chosen: Callable[[str, list[str]], bool],
+    clock: str = "seconds",
+) -> None:
+    """A script's main: run the cases named (default: all); a table, and JSON where --out says.
+
+    chosen: whether a case is meant by the names given.
+    """
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--out")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no case after this long")
     arguments = parser.parse_args()
-    started, results = time.perf_counter(), {}
-    for name, case in cases().items():
-        if arguments.names and name not in arguments.names:
+    started = time.perf_counter()
+    results: dict[str, dict[str, object]] = {}
+    for name, case in known().items():
+        if arguments.names and not chosen(name, arguments.names):
             continue
         if time.perf_counter() - started > arguments.seconds:
             break
-        begun = time.perf_counter()
-        try:
-            results[name] = case()
-        except Exception as error:  # a table of many cases: the rest still runs
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            results[name] = {
-                "ok": False,
-                "error": f"{error!r:.300} at {where.filename}:{where.lineno}",
-            }
-        results[name]["seconds"] = round(time.perf_counter() - begun, 2)
-        sys.stdout.write(f"{name:34s} {results[name]}\n")
-        sys.stdout.flush()
+        results[name] = attempt(name, case, clock)
         if arguments.out:
             with open(arguments.out, "w", encoding="utf-8") as file:
                 json.dump(results, file, indent=1)
+
+
+def main() -> None:
+    """Run the cases named, whole names."""
+    run_cases(__doc__, cases, lambda name, names: name in names)
 
 
 if __name__ == "__main__":

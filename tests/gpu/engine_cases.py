@@ -7,11 +7,7 @@ after a refresh.
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -23,7 +19,15 @@ from samebit.engine.naive import Engine as Naive
 from samebit.engine.native import Engine
 from samebit.models.config import ModelConfig
 from samebit.types import Group, Prompt, Sampling
-from tests.gpu.backend_cases import DEVICE, MODELS, RECIPES, learn, mismatch, random_model
+from tests.gpu.backend_cases import (
+    DEVICE,
+    MODELS,
+    RECIPES,
+    learn,
+    mismatch,
+    random_model,
+    run_cases,
+)
 
 Engine.pipelined = True
 
@@ -198,31 +202,8 @@ def cases() -> dict[str, Callable[[], dict[str, object]]]:
 
 
 def main() -> None:
-    """Run the cases whose names start as given (default: all); a table, and JSON where --out says."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--out")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no case after this long")
-    arguments = parser.parse_args()
-    started, results = time.perf_counter(), {}
-    for name, case in cases().items():
-        if arguments.names and not any(name.startswith(n) for n in arguments.names):
-            continue
-        if time.perf_counter() - started > arguments.seconds:
-            break
-        begun = time.perf_counter()
-        try:
-            results[name] = case()
-        except Exception as error:  # a table of many cases: the rest still runs
-            frames = traceback.extract_tb(error.__traceback__)[-4:]
-            where = " < ".join(f"{f.filename.split('/')[-1]}:{f.lineno}" for f in reversed(frames))
-            results[name] = {"ok": False, "error": f"{error!r:.300} at {where}"}
-        results[name]["seconds_all"] = round(time.perf_counter() - begun, 2)
-        sys.stdout.write(f"{name:30s} {results[name]}\n")
-        sys.stdout.flush()
-        if arguments.out:
-            with open(arguments.out, "w", encoding="utf-8") as file:
-                json.dump(results, file, indent=1)
+    """Run the cases whose names start as given."""
+    run_cases(__doc__, cases, lambda name, names: name.startswith(tuple(names)), "seconds_all")
 
 
 if __name__ == "__main__":

@@ -15,12 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
 import torch
+
+from tests.gpu.backend_cases import attempt
 
 ROWS = (1, 2, 3, 15, 16, 17, 33, 64, 100, 128, 200, 256, 513, 1024, 4096, 8192)
 WIDTHS = ((576, 576), (192, 960), (960, 2112), (2112, 192))
@@ -237,16 +238,7 @@ def run_cases(names: list[str], path: str | None) -> dict[str, dict[str, object]
     results: dict[str, dict[str, object]] = {}
     table = cases()
     for name in names:
-        begun = time.perf_counter()
-        try:
-            results[name] = table[name]()
-        except Exception as error:  # a table of many cases: the rest still runs
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            text = f"{error!r:.300} at {where.filename}:{where.lineno}"
-            results[name] = {"ok": False, "error": text}
-        results[name]["seconds"] = round(time.perf_counter() - begun, 2)
-        sys.stdout.write(f"{name:34s} {results[name]}\n")
-        sys.stdout.flush()
+        results[name] = attempt(name, table[name])
         torch.cuda.empty_cache()
         if path:
             Path(path).write_text(json.dumps(results))
