@@ -64,8 +64,6 @@ With torch 2.11 it is not (K 576, N 2,048, fewer than 96 rows); its plain FP32 p
 
 def matmul_rows_fp32(x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
     """`matmul_rows` of BF16 values held as FP32: FP32 sums, returned unrounded."""
-    if not BF16_OPERANDS:
-        return matmul_rows(x_TK, w_NK)
     with _bf16_operands():
         return matmul_rows(x_TK, w_NK)
 
@@ -74,8 +72,12 @@ def matmul_rows_fp32(x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
 def _bf16_operands() -> Iterator[None]:
     """Let oneDNN take FP32 operands as BF16, which changes none that holds BF16 values.
 
-    Where the processor multiplies BF16 that is twice as fast; elsewhere it is the FP32 product.
+    Where the processor multiplies BF16 that is twice as fast; elsewhere it is the FP32 product, and so
+    it is without BF16_OPERANDS.
     """
+    if not BF16_OPERANDS:
+        yield
+        return
     setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     kept = setting.fp32_precision
     setting.fp32_precision = "bf16"
@@ -89,9 +91,7 @@ def packed(w_NK: torch.Tensor) -> torch.Tensor:
     """The weight in the order that the library would bring it to at every call, where there is one."""
     if w_NK.device.type != "cpu" or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return w_NK
-    if w_NK.dtype == torch.bfloat16:
-        return torch.ops.mkldnn._reorder_linear_weight(w_NK.contiguous(), 2 * ROW_STEP)
-    if not BF16_OPERANDS:
+    if w_NK.dtype == torch.float32 and not BF16_OPERANDS:
         return w_NK
     with _bf16_operands():
         return torch.ops.mkldnn._reorder_linear_weight(w_NK.contiguous(), 2 * ROW_STEP)

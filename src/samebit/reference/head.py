@@ -71,8 +71,7 @@ def log_prob_backward(
 
     entropy, lse: the forward's. dentropy None: nothing asks for the entropy's gradient.
     """
-    zeros = torch.zeros_like(dlogp_T)
-    entropy_grad_T = zeros if dentropy_T is None else dentropy_T
+    entropy_grad_T = torch.zeros_like(dlogp_T) if dentropy_T is None else dentropy_T
     inverse = 1.0 if transform.temperature in (0.0, 1.0) else 1.0 / transform.temperature
     weight_VK = head.derived("fp32", lambda: head.codes.float())
     dhidden, dweight = [], torch.zeros_like(weight_VK) if into is None else into
