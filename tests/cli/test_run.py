@@ -146,6 +146,12 @@ def test_bad_prompts_are_named_by_line(tmp_path: Path, capsys: Any, text: str, s
     assert said in capsys.readouterr().err
 
 
+def test_a_missing_prompts_file_is_named(tmp_path: Path, capsys: Any):
+    missing = tmp_path / "none.jsonl"
+    assert main(["rollout", str(tmp_path), "--prompts", str(missing)]) == 2
+    assert f"--prompts {missing}: no such file" in capsys.readouterr().err
+
+
 def test_what_rollout_cannot_read_or_write_is_said_before_sampling(tmp_path: Path, capsys: Any):
     prompts = tmp_path / "p.jsonl"
     prompts.write_bytes(b'{"prompt": "\xff"}')

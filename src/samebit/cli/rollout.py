@@ -95,6 +95,8 @@ def _read_rows(path: str) -> Iterator[Any]:
 def _read_text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"--prompts {path}: no such file") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 ({error})") from None
 
