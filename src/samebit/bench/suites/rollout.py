@@ -7,7 +7,7 @@ bytes over the read rate and operations over the product rate, and the same for 
 
 from __future__ import annotations
 
-import functools
+import gc
 import itertools
 import statistics
 from collections.abc import Iterator
@@ -107,9 +107,26 @@ def shape_of(name: str, layers: int = 0):
     return ModelConfig(**fields)
 
 
-@functools.lru_cache(maxsize=1)
+_HELD: dict[tuple[str, str, int], Any] = {}
+
+
 def random_model(name: str, recipe: str, layers: int = 0):
-    """Random weights on the card, and pages of random keys and values for the largest point."""
+    """Random weights on the card, and pages of random keys and values for the largest point.
+
+    The last one is kept; it goes before the next is made, for two of them do not fit.
+    """
+    import torch
+
+    key = (name, recipe, layers)
+    if key not in _HELD:
+        _HELD.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
+        _HELD[key] = _new_random_model(*key)
+    return _HELD[key]
+
+
+def _new_random_model(name: str, recipe: str, layers: int):
     import torch
 
     from samebit.models.decoder import Decoder
