@@ -187,6 +187,7 @@ def test_a_run_that_ended_early_has_an_exit_code_of_its_own(
             ["--rollout.top-k", "5", "--rl.epochs", "2", "--rl.group-size", "4"],
             "command line: --rollout.top-k, --rl.epochs: top_p",
         ),
+        (["--run.device", "cuda:77", "--dry-run"], "command line: --run.device: [run]: device"),
         (["--task.shots", "-1"], "command line: --task.shots: [task]: shots = -1"),
         (["--task.dataset", "chain_sun"], "command line: --task.dataset: [task]: dataset ="),
         (["--task.name", "fil"], "command line: --task.name: [task]: unknown task"),

@@ -13,7 +13,7 @@ from samebit.reporter import Reporter, last_line
 USAGE = "samebit train FILE [--recipe NAME] [--steps N] [--out DIR] [--resume] [--any.key VALUE]"
 OPTIONS = (
     Option("resume", "", "continue the run in run.out from its last checkpoint"),
-    Option("dry-run", "", "check everything, print the resolved configuration and stop"),
+    Option("dry-run", "", "check all but the model itself, print the resolved configuration, stop"),
     Option("quiet", "", "no progress and no line per step"),
 )
 SHORT_HELP = (

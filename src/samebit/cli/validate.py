@@ -20,7 +20,10 @@ def validate(config: Config, origin: Origin) -> list[str]:
 
     ValueError naming the source of the value at fault (the option, else the file), section and key.
     """
+    import torch
+
     from samebit.quant.flow import is_unified
+    from samebit.quant.ops import get_ops
     from samebit.quant.plan import load_recipe
     from samebit.rl.checks import check_pair
     from samebit.rl.registry import load_algorithm, load_correction
@@ -44,6 +47,9 @@ def validate(config: Config, origin: Origin) -> list[str]:
             config.rl.group_size,
             config.rl.epochs * config.rl.mini_batches,
         )
+    if config.run.device != "auto":
+        with blame("run", ["run"]):
+            get_ops(torch.device(config.run.device))
     with blame("task", ["task", "seed"]):
         load_task(config.task.name, config.task.options, config.seed).close()
     return warnings
