@@ -13,20 +13,16 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from samebit.bench.suites.rollout import (
-    POINTS,
-    RECIPES,
-    REPLAYS,
-    new_step,
-    random_model,
-    step_times,
-)
+from samebit.bench.decoding import HELD, REPLAYS, new_step, pages_of, step_times
+from samebit.bench.suites.rollout import POINTS, RECIPES
 
 
 @torch.no_grad()
 def kernel_table(model: str, recipe: str, sequences: int, context: int) -> str:
     """The profiler's table of a step that was captured and run before."""
-    step = new_step(*random_model(model, recipe), sequences)
+    weights = HELD.model(model, recipe)
+    store = HELD.store(sequences * pages_of(context + REPLAYS) + 1)
+    step = new_step(weights, store, sequences, context)
     step_times(step, context)
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         step_times(step, context)

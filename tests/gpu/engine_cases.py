@@ -8,7 +8,7 @@ after a refresh.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -18,7 +18,8 @@ from samebit.engine.memory import CHUNK_BYTES, Reservation
 from samebit.engine.naive import Engine as Naive
 from samebit.engine.native import Engine
 from samebit.models.config import ModelConfig
-from samebit.types import Group, Prompt, Sampling
+from samebit.types import Sampling
+from tests.gpu import engine_wide_cases
 from tests.gpu.backend_cases import (
     DEVICE,
     MODELS,
@@ -28,36 +29,9 @@ from tests.gpu.backend_cases import (
     random_model,
     run_cases,
 )
+from tests.gpu.engine_wide_cases import differing, leaked, prompts_of
 
 Engine.pipelined = True
-
-
-def prompts_of(lengths: Sequence[int], limit: int, seed: int = 0) -> list[Prompt]:
-    """Random prompts of these lengths."""
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        Prompt(str(i), tuple(torch.randint(0, limit, (n,), generator=generator).tolist()), "")
-        for i, n in enumerate(lengths)
-    ]
-
-
-def drawn(groups: Sequence[Group]) -> list[tuple[object, ...]]:
-    """Everything of the samples that must be equal."""
-    return [
-        (s.sample_id, s.ids, s.logps.tobytes(), s.finish_reason) for g in groups for s in g.samples
-    ]
-
-
-def differing(left: Sequence[Group], right: Sequence[Group]) -> int:
-    """Samples that are not the same in every bit."""
-    return sum(a != b for a, b in zip(drawn(left), drawn(right), strict=True))
-
-
-def leaked(engine: Engine) -> int:
-    """Pages held after everything was forgotten."""
-    engine.refresh()
-    assert engine.pool is not None
-    return engine.pool.num_pages - engine.pool.num_free
 
 
 def same_as_naive(config: ModelConfig, recipe: str) -> dict[str, object]:
@@ -198,12 +172,17 @@ def cases() -> dict[str, Callable[[], dict[str, object]]]:
         out[f"long/qwen3/{recipe}"] = lambda r=recipe: long_answers(MODELS["qwen3"], r, 2048)
     for recipe in ("fp8-kv", "bf16"):
         out[f"longest/llama/{recipe}"] = lambda r=recipe: long_answers(MODELS["llama"], r, 8192)
-    return out
+    return out | engine_wide_cases.cases()
 
 
 def main() -> None:
-    """Run the cases whose names start as given."""
-    run_cases(__doc__, cases, lambda name, names: name.startswith(tuple(names)), "seconds_all")
+    """Run the cases named, whole names or their beginnings up to a slash."""
+    run_cases(
+        __doc__,
+        cases,
+        lambda name, names: any(name == n or name.startswith(f"{n}/") for n in names),
+        "seconds_all",
+    )
 
 
 if __name__ == "__main__":

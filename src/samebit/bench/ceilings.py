@@ -70,3 +70,10 @@ def product_rate(kind: str) -> float:
 def roofline_us(operations: float, kind: str, moved: float) -> float:
     """Least microseconds: operations at the product rate of `kind`, or bytes at the copy rate."""
     return 1e6 * max(operations / product_rate(kind), moved / copy_rate())
+
+
+@functools.cache
+def launch_us() -> float:
+    """Microseconds that one more kernel adds to a graph of kernels that wait for one another."""
+    x = torch.ones(1, device="cuda")
+    return medians({"it": [lambda: torch.neg(x, out=x)]}, inner=400, replays=5)["it"]

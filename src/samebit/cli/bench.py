@@ -92,7 +92,9 @@ def _measure(
 
 def _short(fields: dict[str, Any]) -> str:
     shown = [f"{k} {v:g}" for k, v in fields.items() if isinstance(v, float)]
-    return "  ".join(shown[:9])
+    if "bound" in fields:
+        shown.insert(0, f"bound by {fields['bound']}")
+    return "  ".join(shown[:10])
 
 
 def _print_table(suites: dict[str, ModuleType], out: Path) -> None:

@@ -52,6 +52,14 @@ class RolloutEngine(Protocol):
         """Share of the rows of the last `generate`'s decode steps that computed nothing of use."""
         ...
 
+    @property
+    def tail_share(self) -> float:
+        """Share of the last `generate`'s time with under a quarter of its places filled.
+
+        Places: as many as can be computed at once, or samples if there are fewer.
+        """
+        ...
+
     def refresh(self) -> None:
         """Drop everything derived from older weights; call after the model's own refresh."""
         ...

@@ -153,8 +153,12 @@ class EagerStep:
         s.meta[rows, 0] += active.int()
 
 
+MAX_TRANSFORMS = 4
+"""Sampling transforms whose graphs are kept: a run has two, and one that changes them must not grow."""
+
+
 @dataclass(frozen=True)
-class _Key:
+class GraphKey:
     """What a captured graph is for."""
 
     bucket: int
@@ -171,7 +175,8 @@ class GraphStep:
 
     def __init__(self, eager: EagerStep, stats: SchedulerStats):
         self.eager, self.store, self.stats = eager, eager.store, stats
-        self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
+        self._transforms: dict[Transform, None] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(eager.model.device)
         self._addresses: tuple[int, ...] = ()
@@ -185,9 +190,24 @@ class GraphStep:
             self._pool = torch.cuda.graph_pool_handle()
             self._addresses = found
 
+    def keys(self) -> list[GraphKey]:
+        """What graphs there are."""
+        return list(self._graphs)
+
+    def _note_use(self, transform: Transform) -> None:
+        """The graphs of the transform longest unused go where there are too many."""
+        self._transforms.pop(transform, None)
+        self._transforms[transform] = None
+        while len(self._transforms) > MAX_TRANSFORMS:
+            oldest = next(iter(self._transforms))
+            del self._transforms[oldest]
+            for key in [k for k in self._graphs if k.transform == oldest]:
+                del self._graphs[key]
+
     def prepared(self, bucket: int, bound: int, transform: Transform) -> bool:
         """Capture the step if need be; True when it was, and the device's metadata is lost."""
-        key = _Key(bucket, bound, transform)
+        self._note_use(transform)
+        key = GraphKey(bucket, bound, transform)
         if key in self._graphs:
             return False
         state = self.eager.state
@@ -211,7 +231,7 @@ class GraphStep:
 
     def run(self, bucket: int, bound: int, transform: Transform) -> None:
         """Replay; see `EagerStep.run`."""
-        self._graphs[_Key(bucket, bound, transform)].replay()
+        self._graphs[GraphKey(bucket, bound, transform)].replay()
 
 
 def weight_addresses(model: Decoder) -> tuple[int, ...]:

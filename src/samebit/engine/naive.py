@@ -77,6 +77,11 @@ class Engine:
         """Every forward is of one sample."""
         return 0.0
 
+    @property
+    def tail_share(self) -> float:
+        """There is one place, and it is filled."""
+        return 0.0
+
     def refresh(self) -> None:
         """Nothing is kept between tokens, so nothing can be stale."""
 

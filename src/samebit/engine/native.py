@@ -53,6 +53,31 @@ def keep_freed_memory() -> None:
         mallopt(trim_threshold, 1 << 30)
 
 
+class Tail:
+    """How much of a rollout's time few samples have the device for themselves.
+
+    places: how many could be computed at once.
+    """
+
+    def __init__(self, places: int):
+        self.places = places
+        self.all_s = self.tail_s = 0.0
+        self._last = time.perf_counter()
+
+    def note(self, running: int) -> None:
+        """A turn ended with so many samples running."""
+        now = time.perf_counter()
+        passed, self._last = now - self._last, now
+        self.all_s += passed
+        if running < self.places / 4:
+            self.tail_s += passed
+
+    @property
+    def share(self) -> float:
+        """Time with under a quarter of the places filled, of all time; 0 before any turn."""
+        return self.tail_s / self.all_s if self.all_s else 0.0
+
+
 class Engine:
     """See `RolloutEngine`. The cache is allocated by `generate` and kept until `release`.
 
@@ -82,6 +107,7 @@ class Engine:
         self._step: EagerStep | GraphStep | None = None
         self.stats = SchedulerStats()
         self._rows_before = (0, 0)
+        self._tail = Tail(0)
         self.pool: PagePool | None = None
         self.prefix: PrefixCache | None = None
         self._version = model.version
@@ -138,11 +164,13 @@ class Engine:
         )
         finished = drawn = 0
         complete = False
+        self._tail = Tail(min(self.config.max_batch, len(states)))
         try:
             while scheduler.waiting or scheduler.running:
                 if self._abort.is_set() or (end is not None and time.monotonic() >= end):
                     break
                 tokens, ended = turn()
+                self._tail.note(len(scheduler.running))
                 drawn, finished = drawn + tokens, finished + ended
                 if progress is not None:
                     progress(finished, len(states), drawn)
@@ -274,6 +302,11 @@ class Engine:
         """Share of the rows of the last `generate`'s decode steps that computed nothing of use."""
         rows, used = (now - then for now, then in zip(self._rows(), self._rows_before, strict=True))
         return 1.0 - used / rows if rows else 0.0
+
+    @property
+    def tail_share(self) -> float:
+        """Share of the last `generate`'s time with under a quarter of its places filled."""
+        return self._tail.share
 
     def _rows(self) -> tuple[int, int]:
         """(rows of all decode steps, rows that gave a token)."""

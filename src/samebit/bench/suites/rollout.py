@@ -1,39 +1,44 @@
-"""Milliseconds of a decode step over (sequences, mean context), and of a refresh, beside the roofline.
+"""Milliseconds of a decode step over (sequences, mean context), of prompts, of a refresh, of whole rollouts.
 
 Random weights, a cache filled with random keys and values, end ids ignored: medians of replays of the
 engine's own CUDA graph (embedding, blocks, head, draw). The roofline adds, linear by linear, the larger of
-bytes over the read rate and operations over the product rate, and the same for attention.
+bytes over the read rate and operations over the product rate, and the same for attention; `bound` names the
+largest of what the step is made of, launches included.
 """
 
 from __future__ import annotations
 
-import gc
-import itertools
-import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from samebit.bench.api import Case, Target
 
 GROUP = "rollout"
-ABOUT = "decode step and refresh by model, recipe, sequences and mean context"
+ABOUT = "decode step, prompts, refresh and whole rollouts by model and recipe"
 
 RECIPES = ("bf16-fast", "bf16", "fp8", "fp8-kv", "int8")
 POINTS = {
-    "qwen3-8b": ((1, 1024), (32, 1200), (128, 384), (256, 384), (128, 1792), (256, 1792)),
-    "qwen3-0.6b": ((1, 384), (64, 384), (256, 384), (1024, 384)),
-    "smollm2-135m": ((1, 384), (64, 384), (256, 384), (1024, 384)),
-}
+    "qwen3-8b": (
+        (1, 1024), (8, 1024), (32, 1200), (128, 384), (256, 384), (128, 1792), (256, 1792),
+        (1024, 384),
+    ),
+    "qwen3-0.6b": ((1, 384), (8, 384), (64, 384), (256, 384), (1024, 384)),
+    "smollm2-135m": ((1, 384), (8, 384), (64, 384), (256, 384), (1024, 384)),
+}  # fmt: skip
 """(sequences, mean context): 128 + 512 tokens have the mean 384, 256 + 3,072 the mean 1,792."""
+
+PROMPTS = ((1, 10), (1, 100), (1, 1000), (1, 8000), (8, 1000), (64, 100))
+"""(prompts, tokens of each) computed in one forward."""
 
 OUTSIDE_MS = {
     ("bf16", 128, 384): 8.28, ("bf16", 256, 384): 12.92,
     ("fp8", 128, 384): 6.79, ("fp8", 256, 384): 10.48, ("fp8", 256, 1792): 19.4,
 }  # fmt: skip
-"""vLLM 0.26 on an H200, Qwen3-8B shape, whole steps: BF16, and FP8 weights with FP8 KV (2026-11-29)."""
+"""vLLM 0.26 on an H200, Qwen3-8B shape, whole steps: BF16, and FP8 weights with FP8 KV (2026-11-29).
+Every 8-bit recipe is compared with the second."""
 
-PAGE = 128
-REPLAYS = 24
+WHOLE = ("bf16-fast", "bf16", "fp8-kv")
+"""Recipes whose whole rollouts are measured."""
 
 
 def _row(recipe: str, sequences: int, context: int) -> str:
@@ -70,189 +75,61 @@ TARGETS = (
 
 
 def cases() -> Iterator[Case]:
-    """refresh/model/recipe and decode/model/recipe/sequences x context; a model's rows follow another."""
+    """refresh/, decode/, prefill/ and answers/model/recipe/...; a model's rows follow another."""
     for model, points in POINTS.items():
         for recipe in RECIPES:
             yield Case(
-                f"refresh/{model}/{recipe}", measure=lambda m=model, r=recipe: _refresh(m, r)
+                f"refresh/{model}/{recipe}",
+                measure=lambda m=model, r=recipe: _late().refresh_row(m, r),
             )
             for sequences, context in points:
-                yield Case(
-                    f"decode/{model}/{recipe}/{sequences}x{context}",
-                    measure=lambda a=(model, recipe, sequences, context): _decode(*a),
-                    warm=lambda a=(model, recipe, sequences, context): _decode(*a, layers=1),
-                )
+                yield _decode(model, recipe, sequences, context)
+            for prompts, tokens in PROMPTS:
+                yield _prefill(model, recipe, prompts, tokens)
+            if model != "qwen3-8b" and recipe in WHOLE:
+                yield from _answers(model, recipe)
 
 
-def shape_of(name: str, layers: int = 0):
-    """The `ModelConfig` of a published shape; layers: instead of its own number."""
-    from samebit.models.config import ModelConfig
+def _late() -> Any:
+    from samebit.bench import decoding  # triton and the kernels
 
-    common: dict[str, Any] = {"family": "qwen3", "kv_heads": 8, "head_dim": 128, "vocab_size": 151936,
-              "tokenizer_size": 151669, "rope_theta": 1e6, "rms_eps": 1e-6, "max_position": 40960,
-              "qk_norm": True}  # fmt: skip
-    made: dict[str, dict[str, Any]] = {
-        "qwen3-8b": {**common, "hidden": 4096, "intermediate": 12288, "layers": 36, "heads": 32,
-                     "tied": False},
-        "qwen3-0.6b": {**common, "hidden": 1024, "intermediate": 3072, "layers": 28, "heads": 16,
-                       "tied": True},
-        "smollm2-135m": {"family": "llama", "hidden": 576, "intermediate": 1536, "layers": 30,
-                         "heads": 9, "kv_heads": 3, "head_dim": 64, "vocab_size": 49152,
-                         "tokenizer_size": 49152, "rope_theta": 1e5, "rms_eps": 1e-5, "tied": True,
-                         "max_position": 8192},
-    }  # fmt: skip
-    fields = made[name]
-    if layers:
-        fields["layers"] = layers
-    return ModelConfig(**fields)
+    return decoding
 
 
-_HELD: dict[tuple[str, str, int], Any] = {}
+def _decode(model: str, recipe: str, sequences: int, context: int) -> Case:
+    arguments = (model, recipe, sequences, context)
+
+    def measure() -> dict[str, Any]:
+        fields = _late().decode_row(*arguments)
+        outside = OUTSIDE_MS.get(("bf16" if "bf16" in recipe else "fp8", sequences, context))
+        if model == "qwen3-8b" and outside is not None:
+            fields |= {"vllm_ms": outside, "over_vllm": outside / fields["ms"]}
+        return fields
+
+    return Case(
+        f"decode/{model}/{recipe}/{sequences}x{context}",
+        measure=measure,
+        warm=lambda: _late().compile_step(*arguments),
+    )
 
 
-def random_model(name: str, recipe: str, layers: int = 0):
-    """Random weights on the card, and pages of random keys and values for the largest point.
-
-    The last one is kept; it goes before the next is made, for two of them do not fit.
-    """
-    import torch
-
-    key = (name, recipe, layers)
-    if key not in _HELD:
-        _HELD.clear()
-        gc.collect()
-        torch.cuda.empty_cache()
-        _HELD[key] = _new_random_model(*key)
-    return _HELD[key]
+def _prefill(model: str, recipe: str, prompts: int, tokens: int) -> Case:
+    arguments = (model, recipe, prompts, tokens)
+    return Case(
+        f"prefill/{model}/{recipe}/{prompts}x{tokens}",
+        measure=lambda: _late().prefill_row(*arguments),
+        warm=lambda: _late().compile_prompts(*arguments),
+    )
 
 
-def _new_random_model(name: str, recipe: str, layers: int):
-    import torch
+def _answers(model: str, recipe: str) -> Iterator[Case]:
+    def measure(kind: str) -> Callable[[], dict[str, Any]]:
+        def found() -> dict[str, Any]:
+            from samebit.bench.answers import answers_row
 
-    from samebit.models.decoder import Decoder
-    from samebit.models.load import plan_for
-    from samebit.quant.plan import load_recipe
+            return answers_row(model, recipe, kind)
 
-    config = shape_of(name, layers)
-    with torch.no_grad():
-        model = Decoder(config, plan_for(load_recipe(recipe), config), torch.device("cuda"))
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)
-            else:
-                parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
-        model.refresh()
-        pages = max(s * -(-(c + REPLAYS) // PAGE) for s, c in POINTS[name]) + 1
-        return model, _filled_store(model, pages)
+        return found
 
-
-def _filled_store(model: Any, pages: int):
-    import torch
-
-    from samebit.layers.kv import PageStore, page_bytes
-    from samebit.operand import HeadCodes
-
-    c, precision = model.config, model.plan.recipe.rollout.attention.kv
-    size = page_bytes(c.layers, PAGE, c.kv_heads, c.head_dim, precision) * pages
-    raw = torch.empty(size, dtype=torch.uint8, device="cuda")
-    store = PageStore(c.layers, PAGE, c.kv_heads, c.head_dim, precision, raw)
-    for rows in (*store.keys, *store.values):
-        if isinstance(rows, HeadCodes):
-            codes = torch.randint(0, 256, rows.codes.shape, dtype=torch.uint8, device="cuda")
-            rows.codes.view(torch.uint8).copy_(codes & 0xF7)  # no NaN code
-            rows.scale.fill_(0.01)
-        else:
-            rows.normal_()
-    return store
-
-
-def _refresh(name: str, recipe: str) -> dict[str, Any]:
-    import torch
-
-    from samebit.bench.timing import medians
-
-    model, _ = random_model(name, recipe)
-    with torch.no_grad():
-        times = medians({"refresh": [model.refresh]}, eager=("refresh",), replays=5)
-    return {"ms": times["refresh"] / 1e3}
-
-
-def _decode(
-    name: str, recipe: str, sequences: int, context: int, layers: int = 0
-) -> dict[str, Any]:
-    import torch
-
-    model, store = random_model(name, recipe, layers)
-    with torch.no_grad():
-        times = step_times(new_step(model, store, sequences), context)
-    ms = statistics.median(times)
-    bound = _roofline_ms(model, sequences, context)
-    fields = {"ms": ms, "least_ms": min(times), "tokens_per_s": sequences / ms * 1e3,
-              "roofline_ms": bound, "share_of_roofline": bound / ms}  # fmt: skip
-    outside = OUTSIDE_MS.get(("fp8" if "fp8" in recipe else "bf16", sequences, context))
-    if name == "qwen3-8b" and outside is not None:
-        fields |= {"vllm_ms": outside, "over_vllm": outside / ms}
-    return fields
-
-
-def new_step(model: Any, store: Any, sequences: int):
-    """The engine's graph step over `sequences` rows whose pages are filled."""
-    import torch
-
-    from samebit.engine import decode as engine
-    from samebit.engine.scheduler import SchedulerStats
-
-    state = engine.DecodeState(sequences, model.config.max_position, PAGE, model.device)
-    each = (store.num_pages - 1) // sequences
-    header = engine.HEADER
-    order = torch.randperm(each * sequences).view(sequences, each).numpy() + 1
-    width = min(each, state.table.shape[1] - header)
-    state.table[:, header : header + width] = order[:, :width]
-    state.table[:, 2] = range(sequences)
-    step = engine.GraphStep(engine.EagerStep(model, store, state), SchedulerStats())
-    step.check_addresses()
-    return step
-
-
-def step_times(step: Any, context: int) -> list[float]:
-    """Milliseconds of each replay of the engine's graph, contexts growing through the mean."""
-    import torch
-
-    from samebit.engine import decode as engine
-    from samebit.reference.sampling import Transform
-
-    state = step.eager.state
-    bound = engine.smallest_at_least((*engine.CONTEXT_BOUNDS, 1 << 30), context + REPLAYS)
-    bound = min(bound, step.eager.model.config.max_position)
-    step.prepared(state.rows, bound, Transform())
-    state.table[:, 0] = context - 1 - REPLAYS // 2
-    state.upload(state.rows)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
-    for event in events[:-1]:
-        event.record()
-        step.run(state.rows, bound, Transform())
-    events[-1].record()
-    torch.cuda.synchronize()
-    logps = state.out[:, 1].view(torch.float32)
-    assert bool(logps.isfinite().all()), "the step drew from NaN"
-    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
-
-
-def _roofline_ms(model: Any, sequences: int, context: int) -> float:
-    """Every weight, key and value read once, every product at the library's best rate."""
-    from samebit.bench.ceilings import product_rate, read_rate
-    from samebit.formats import get_format
-    from samebit.models.decoder import linear_shapes
-
-    config, flow, total = model.config, model.plan.recipe.rollout, 0.0
-    for shape in linear_shapes(config):
-        kind = "bf16" if shape.role == "head" else flow.gemm(shape.role).rhs.format
-        fmt = get_format(kind)
-        weights = sum(rows for _, rows in shape.parts) * shape.in_features
-        rate = product_rate("bf16" if fmt.name == "bf16" else "fp8")
-        total += max(weights * fmt.bytes / read_rate(), 2.0 * sequences * weights / rate)
-    kv = flow.attention.kv
-    width = get_format(kv.format).bytes * config.head_dim + (0 if kv.block is None else 4)
-    keys = 2 * config.layers * config.kv_heads * sequences * context
-    operations = 4.0 * config.layers * config.heads * config.head_dim * sequences * context
-    return 1e3 * (total + max(keys * width / read_rate(), operations / product_rate("bf16")))
+    for kind in ("at-once", "never", "spread"):
+        yield Case(f"answers/{model}/{recipe}/{kind}", measure=measure(kind))

@@ -1,0 +1,178 @@
+"""As many requests as a busy engine serves in an hour: no page leaked, no memory grown, no bit off.
+
+    python -m tests.gpu.engine_soak --seconds 60 [--recipe fp8-kv] [--out FILE]
+
+An hour of a 256-place engine on the Qwen3-8B shape is 31,600 tokens/s x 3,600 s (fp8-kv, 256 x 384,
+bench/results/h200/rollout.json), which at 512 tokens an answer is 222,000 requests. Here a tiny model draws
+short answers, so that as many admissions, endings, preemptions, page grants and graph replays take a minute or
+so; what an hour does to the card itself (heat, clocks) is not in it. The record says what part was run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from samebit.config import RolloutConfig
+from samebit.engine.native import Engine
+from samebit.reference.sampling import Transform
+from samebit.types import Group, Sampling
+from tests.gpu.backend_cases import DEVICE, MODELS, learn, mismatch, random_model
+from tests.gpu.engine_wide_cases import differing, leaked, prompts_of
+
+Engine.pipelined = True
+
+HOUR = 222_000
+"""Requests of the hour that the module's head works out."""
+
+PLACES = 256 if DEVICE.type == "cuda" else 16
+SETTLED = 4
+"""Rounds after which nothing may grow: every kind of round was there once."""
+
+
+def host_bytes() -> int:
+    """Resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def device_bytes() -> int:
+    """Device memory in use by anybody, graphs and the driver's own included."""
+    if DEVICE.type != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def requests_of(round_index: int, vocabulary: int) -> tuple[list[Any], int, Sampling]:
+    """(prompts, samples of each, sampling) of a round; rounds differ in everything."""
+    chance = random.Random(round_index)
+    samples = chance.choice((1, 4, 8, 16))
+    lengths = [int(10 ** chance.uniform(0, 2.6)) for _ in range(8 * PLACES // samples)]
+    if round_index % 8 == 7:
+        lengths[0] = 2000 if DEVICE.type == "cuda" else 200
+    sampling = Sampling(
+        temperature=chance.choice((1.0, 1.0, 1.0, 0.7, 0.9)),
+        top_k=chance.choice((0, 0, 0, 50)),
+        max_tokens=chance.choice((4, 16, 48)),
+        stop_ids=tuple(range(0, vocabulary, chance.choice((6, 16, 60)))),
+    )
+    return prompts_of(lengths, vocabulary, round_index), samples, sampling
+
+
+class Soak:
+    """The engine under load, and the marks taken."""
+
+    def __init__(self, recipe: str):
+        config = MODELS["qwen3"]
+        self.model = random_model(config, recipe, DEVICE)
+        options = RolloutConfig(
+            max_batch=PLACES, prefill_tokens=4096, cache_tokens=128 * (PLACES + 40)
+        )
+        self.engine = Engine(self.model, options, None, 3)
+        self.rounds = self.requests = self.tokens = self.aborted = 0
+        self.wrong = self.compared = self.unequal = self.leaked = self.updates = 0
+        self.seconds: list[float] = []
+        self.marks: list[dict[str, float]] = []
+
+    def round(self) -> None:
+        """Requests of one kind, now and then cut short, compared or followed by an update."""
+        prompts, samples, sampling = requests_of(self.rounds, self.model.config.tokenizer_size)
+        first = self.requests
+        cut = 0.05 if self.rounds % 10 == 9 else None
+        begun = time.perf_counter()
+        groups = self.engine.generate(prompts, samples, sampling, first, deadline_s=cut)
+        self.seconds.append(time.perf_counter() - begun)
+        found = [s for g in groups for s in g.samples]
+        self.requests += len(found)
+        self.tokens += sum(len(s.ids) for s in found)
+        self.aborted += sum(s.finish_reason == "abort" for s in found)
+        if self.rounds % 12 == 3:
+            self.compare(groups, sampling)
+            again = self.engine.generate(prompts[:3], samples, sampling, first)
+            self.unequal += differing(groups[:3], again)
+        if self.rounds % 6 == 5:
+            self.leaked += leaked(self.engine)
+            if self.rounds % 12 == 11:
+                self.engine.release()
+                if cut is None:
+                    learn(self.model, [g for g in groups[:4] if all(s.ids for s in g.samples)])
+                    self.updates += 1
+                self.engine.refresh()
+        self.rounds += 1
+
+    def compare(self, groups: list[Group], sampling: Sampling) -> None:
+        """Against the training forward."""
+        transform = Transform(sampling.temperature, sampling.top_k, sampling.top_p)
+        some = [g for g in groups[:32] if all(s.ids for s in g.samples)]
+        wrong, tokens, _ = mismatch(self.model, some, transform)
+        self.wrong, self.compared = self.wrong + wrong, self.compared + tokens
+
+    def mark(self) -> None:
+        """Note what is held now."""
+        gc.collect()
+        self.marks.append(
+            {
+                "round": self.rounds, "requests": self.requests,
+                "host_mb": round(host_bytes() / 1e6, 1),
+                "device_mb": round(device_bytes() / 1e6, 1),
+                "objects": len(gc.get_objects()), "graphs_made": self.engine.stats.captures,
+            }
+        )  # fmt: skip
+
+    def record(self) -> dict[str, Any]:
+        """What was run and what it left; ok: nothing leaked, grown by a fiftieth, or differing."""
+        self.leaked += leaked(self.engine)
+        self.engine.release()
+        self.mark()
+        last = self.marks[-1]
+        half = next((m for m in self.marks if m["requests"] >= self.requests / 3), self.marks[0])
+        grown = {k: round(last[k] - half[k], 1) for k in ("host_mb", "device_mb", "objects")}
+        steady = all(grown[k] <= 0.02 * half[k] for k in grown)
+        stats = self.engine.stats
+        self.engine.close()
+        return {
+            "requests": self.requests, "share_of_an_hour": round(self.requests / HOUR, 3),
+            "tokens": self.tokens, "rounds": self.rounds, "aborted": self.aborted,
+            "updates": self.updates, "preemptions": stats.preemptions, "forwards": stats.forwards,
+            "graphs_made": stats.captures, "differing": self.wrong, "compared": self.compared,
+            "unequal": self.unequal, "leaked": self.leaked, "grown_since_a_third": grown,
+            "ok": steady and not (self.leaked or self.wrong or self.unequal) and self.compared > 0,
+            "marks": self.marks,
+        }  # fmt: skip
+
+
+def main() -> None:
+    """Run until the hour's requests are served or the seconds are over."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--requests", type=int, default=HOUR)
+    parser.add_argument("--recipe", default="fp8-kv")
+    parser.add_argument("--out")
+    arguments = parser.parse_args()
+    soak, end = Soak(arguments.recipe), time.monotonic() + arguments.seconds
+    every = 12
+    while soak.requests < arguments.requests and time.monotonic() < end:
+        soak.round()
+        if soak.rounds % every == 0:
+            soak.mark()
+            every = max(12, soak.rounds // 72 * 12)  # right after a release
+    result = soak.record()
+    if arguments.out:
+        Path(arguments.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    sys.stdout.write(json.dumps({k: v for k, v in result.items() if k != "marks"}) + "\n")
+    for mark in result["marks"]:
+        sys.stdout.write(f"{mark}\n")
+
+
+if __name__ == "__main__":
+    main()
