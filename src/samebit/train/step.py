@@ -110,8 +110,9 @@ class Trainer:
         self.model, self.config = model, config
         self.algorithm, self.correction = algorithm, correction
         self.needs = algorithm.needs | correction.needs
-        model.recompute = config.train.recompute
-        self.value: nn.Linear | None = None
+        if config.train.recompute != "auto":  # else whoever planned the memory has set it
+            model.recompute = config.train.recompute
+        self.value = None
         if "critic" in self.needs:
             value = nn.Linear(model.config.hidden, 1, device=model.device)
             for parameter in value.parameters():
