@@ -106,9 +106,11 @@ class MemoryPlan:
         return f"{_gib(-left)} more than the {_gib(available)} there are{use}".strip()
 
     def advice(self, phase: str) -> str:
-        """What to change after the device ran out of memory in a phase (rollout or train)."""
-        if phase == "rollout":
+        """What to change after the device ran out of memory in a phase (load, rollout, train, ...)."""
+        if phase in ("rollout", "evaluation", "canary"):
             return "lower rollout.max_batch or rollout.cache_tokens"
+        if phase == "load":
+            return "the model does not fit beside what else is on the device; free it, or train a smaller one"
         lever = self.largest_lever
         if lever is None:
             return "lower train.micro_batch_tokens"

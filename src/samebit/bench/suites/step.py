@@ -11,6 +11,7 @@ keep all they read); else it is train.recompute.
 
 from __future__ import annotations
 
+import gc
 import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -115,9 +116,10 @@ def _arms(
 
 
 def warm(model: str, length: int, mode: str) -> None:
-    """Compile what `micro` runs: every arm through one layer."""
-    for arm in _arms(model, length, mode, ARMS, layers=1).values():
-        arm.run(1)
+    """Compile what `micro` runs: one arm after the other through one layer."""
+    for name in ARMS:
+        _arms(model, length, mode, (name,), layers=1)[name].run(1)
+        gc.collect()
 
 
 def micro(model: str, length: int, mode: str, names: tuple[str, ...] = ARMS) -> dict[str, Any]:
