@@ -42,13 +42,15 @@ from samebit.run_checks import (
     planned_memory,
     set_threads,
 )
+from samebit.samples import aborted, rollout_metrics, without_empty
 from samebit.signals import Signals
 from samebit.train import checkpoint
 from samebit.train.checkpoint import Progress
-from samebit.train.flops import training_rates
 from samebit.train.invariant import apply_invariant_scale
+from samebit.train.profile import kernels_of, write_table
+from samebit.train.roofline import known_seconds, step_rates
 from samebit.train.step import Trainer
-from samebit.types import Group, Prompt, Sample
+from samebit.types import Group, Prompt
 from samebit.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -230,7 +232,7 @@ class Run:
         with self.signals.shield():
             if groups:
                 self._make_room()
-                with clock("train"):
+                with clock("train"), self._profiled(groups):
                     metrics |= self.trainer.step(groups)
                 with clock("refresh"):
                     self.engine.refresh()
@@ -243,9 +245,19 @@ class Run:
         if self.model.device.type == "cuda":
             metrics["perf/decode_idle_share"] = self.engine.idle_share
         if groups:
-            epochs = self.config.rl.epochs
-            metrics |= training_rates(self.model, groups, epochs, metrics["time/train_s"])
+            metrics |= step_rates(self.model, self.config, groups, metrics)
         return metrics
+
+    @contextmanager
+    def _profiled(self, groups: list[Group]) -> Iterator[None]:
+        """Time the kernels of the update of step train.profile_step."""
+        if self.progress.step + 1 != self.config.train.profile_step:
+            yield
+            return
+        with kernels_of(self.model.device) as kernels:
+            yield
+        least = known_seconds(self.model, groups, self.config.rl.epochs)
+        self.report.note(write_table(self.folder, kernels, least))
 
     def _make_room(self) -> None:
         """Give the engine's cache back for the time of the update, on a device where it matters."""
@@ -327,41 +339,6 @@ class Run:
         self.engine.close()
         self.task.close()
         self.metrics_log.close()
-
-
-def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """reward/ and rollout/ numbers of a step's samples."""
-    samples = [s for g in groups for s in g.samples]
-    rewards = [r for g in groups for r in g.rewards if r is not None]
-    lengths = [len(s.ids) for s in samples]
-    out = {
-        "rollout/tokens": float(sum(lengths)),
-        "rollout/length_mean": sum(lengths) / len(lengths),
-        "rollout/length_max": float(max(lengths)),
-        "rollout/truncated_share": sum(s.truncated for s in samples) / len(samples),
-        "rollout/aborted_count": float(sum(aborted(s) for s in samples)),
-        "rollout/empty_count": float(lengths.count(0)),
-    }
-    if rewards:
-        out["reward/mean"] = sum(rewards) / len(rewards)
-        out["reward/max"], out["reward/min"] = max(rewards), min(rewards)
-    return out
-
-
-def aborted(sample: Sample) -> bool:
-    """Whether the engine gave a sample up: no fault of the policy, so no verdict."""
-    return sample.finish_reason == "abort" or not sample.ids
-
-
-def without_empty(groups: Sequence[Group]) -> list[Group]:
-    """Samples without a token left out (nothing of them can be trained on), then empty groups."""
-    kept = []
-    for group in groups:
-        pairs = [(s, r) for s, r in zip(group.samples, group.rewards, strict=True) if s.ids]
-        if pairs:
-            samples, rewards = zip(*pairs, strict=True)
-            kept.append(Group(group.prompt, samples, rewards))
-    return kept
 
 
 def held_out(task: Any, limit: int) -> list[Prompt]:
