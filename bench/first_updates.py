@@ -17,6 +17,7 @@ import json
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,18 @@ def off_the_grid(model: Any) -> float:
         assert torch.equal(grid.float(), master), "the masters are BF16 values at the start"
         step = torch.exp2(torch.floor(torch.log2(master.abs())) - 7)
         part = torch.rand(master.shape, generator=generator) - 0.5
-        new = master + torch.where(master == 0, 0.0, 0.98 * part * step)
+        new = master + torch.where(master == 0, 0.0, part * step)
         master.copy_(torch.where(new.bfloat16() == grid, new, master))
         moved += int((master != grid.float()).sum())
         total += master.numel()
     model.refresh()
     return moved / total
+
+
+def copy_of(weight: QuantizedWeight) -> QuantizedWeight:
+    """A weight that later refreshes leave alone."""
+    scale = None if weight.scale is None else weight.scale.clone()
+    return replace(weight, codes=weight.codes.clone(), scale=scale, _derived={})
 
 
 class Watch:
@@ -62,15 +69,12 @@ class Watch:
         self.linears = dict(run.model.linears())
         self.masters = {path: m.master.detach().clone() for path, m in self.linears.items()}
         self.start = {
-            (side, path): self._values(m.weights[use])
+            (side, path): copy_of(m.weights[use])
             for side, use in SIDES.items()
             for path, m in self.linears.items()
         }
         self.answers: list[tuple[list[int], int]] = []
         self.logps: dict[str, torch.Tensor] = {}
-
-    def _values(self, weight: QuantizedWeight) -> torch.Tensor:
-        return dequantize_weight(weight)
 
     def keep(self, groups: Sequence[Any]) -> None:
         """The first answer of every prompt."""
@@ -92,15 +96,15 @@ class Watch:
             along = length = moved = total = 0.0
             for path, module in self.linears.items():
                 wanted = (module.master.detach() - self.masters[path]).double()
-                values = self._values(module.weights[use])
-                got = (values - self.start[side, path]).double()
+                before, after = self.start[side, path], module.weights[use]
+                got = (dequantize_weight(after) - dequantize_weight(before)).double()
                 along += float((wanted * got).sum())
                 length += float(wanted.square().sum())
-                moved += float((got != 0).sum())
+                moved += float((after.codes.float() != before.codes.float()).sum())
                 total += got.numel()
             entry[side] = {
                 "followed": along / length,
-                "weights_moved_share": moved / total,
+                "codes_moved_share": moved / total,
                 "logp_moved_abs_mean": float((now[side] - self.logps[side]).abs().mean()),
             }
         entry["logp_apart_abs_mean"] = float((now["bf16"] - now["fp8"]).abs().mean())
