@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from samebit.kernels.attention_block import LN2, PV_LIFT
 from samebit.kernels.attention_feed import ROWS
-from samebit.kernels.attention_hopper import block_softmax
+from samebit.kernels.attention_walk import block_softmax
 
 LIVE = gl.constexpr(32)
 """Rows of the tile that carry query heads."""
