@@ -94,6 +94,14 @@ def _parts(held: Records, model: str, length: int, recipe: str) -> dict[str, Any
     }
 
 
+def _judge(gap: float) -> str:
+    """What a distance in roofline shares says about a ratio of times."""
+    if abs(gap) <= NEAR:
+        return "yes"
+    nearer = "this recipe" if gap > 0 else BASE
+    return f"more than five roofline points apart: {nearer} is nearer to its own"
+
+
 def step_of(held: Records, model: str, length: int, recipe: str) -> dict[str, Any]:
     """The fields of a row: seconds, and the speed over bf16-fast where that is there too.
 
