@@ -57,9 +57,7 @@ def at_once(model: str, recipe: str, length: int) -> int:
 
     c, wanted = shape_of(model), load_recipe(recipe)
     plan = plan_for(wanted, c)
-    standing = ("FP32 masters", "weights", "moments")
-    parts = plan_memory(c, plan, settings(1, length, "none")).parts
-    held = sum(p.size for p in parts if p.name.startswith(standing) and not p.host)
+    held = plan_memory(c, plan, settings(1, length, "none")).standing
     size = page_size_for(torch.device("cuda"))
     page = page_bytes(c.layers, size, c.kv_heads, c.head_dim, wanted.rollout.attention.kv)
     pages = int((CARD_GIB * GIB - held) * AUTO_CACHE_SHARE) // page
