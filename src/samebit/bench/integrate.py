@@ -1,7 +1,7 @@
 """A whole RL step of an 8B model made of measured parts: the decode grid and the training phase.
 
 Nothing is measured here. A decode step takes a + b x sequences + c x sequences x mean context, fitted
-through the recipe's rows of the grid with at least 32 sequences. As many sequences run at once as the
+through the recipe's rows of the grid with 32 to 256 sequences. As many sequences run at once as the
 engine's cache holds at their full length, so long answers come in waves (a part of a wave costs its
 part: there is always work to fill the places). Prompts are priced as a third of
 their training time (a forward). The training phase is the one measured at the same length.
@@ -32,7 +32,7 @@ def fit_decode(rows: Mapping[str, Mapping[str, Any]]) -> tuple[list[float], floa
     points = []
     for name, row in rows.items():
         sequences, context = (int(n) for n in name.rsplit("/", 1)[1].split("x"))
-        if sequences >= LEAST_SEQUENCES:
+        if LEAST_SEQUENCES <= sequences <= SEQUENCES:
             points.append((sequences, context, float(row["ms"])))
     if len(points) < 3:
         raise ValueError(f"{len(points)} rows of the decode grid; three or more make a fit")
