@@ -357,3 +357,35 @@ def test_any_options_are_a_config_or_one_named_error(overrides: list[tuple[str, 
         assert "command line" in str(error)
         return
     assert loads(dump(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "source"),
+    [
+        ([("rl.group-size", "0")], "command line: --rl.group-size: rl.group_size = 0"),
+        ([("steps", "0")], "command line: --steps: train.steps = 0"),
+        ([("rl.mini_batches", "3")], "command line: --rl.mini_batches: rl.mini_batches = 3"),
+        (
+            [("train.warmup-steps", "9"), ("steps", "8"), ("seed", "1")],
+            "command line: --train.warmup-steps, --steps: train.warmup_steps = 9",
+        ),
+        (
+            [("train.role-learning-rates", "{qkv = -1}")],
+            "command line: --train.role-learning-rates: train.role_learning_rates.qkv = -1",
+        ),
+        ([("rollout.top_p", "2"), ("seed", "1")], "command line: --rollout.top_p: rollout.top_p"),
+    ],
+)
+def test_a_value_out_of_range_is_blamed_on_the_option_that_set_it(
+    base: Path, overrides: list[tuple[str, str]], source: str
+):
+    with pytest.raises(ValueError) as error:
+        load(base, overrides)
+    assert str(error.value).startswith(source)
+
+
+def test_a_value_out_of_range_in_the_file_is_blamed_on_the_file_under_any_options(base: Path):
+    base.write_text(f"{BASE}[train]\nsteps = 0\n")
+    with pytest.raises(ValueError) as error:
+        load(base, [("rl.group-size", "2"), ("train.warmup_steps", "0")])
+    assert str(error.value).startswith(f"{base}: train.steps = 0")

@@ -15,7 +15,7 @@ from samebit.check import _sequences, tiny_model
 from samebit.cli import main
 from samebit.diagnosis import ROLE_OF
 from samebit.layers.kv import KVStore
-from samebit.operand import Operand
+from samebit.operand import HeadCodes, Operand
 from samebit.trace import (
     differing_tokens,
     first_difference,
@@ -41,8 +41,8 @@ def test_unified_recipes_agree_in_every_operator(recipe: str):
     train, decode = training_side(model, SEQUENCES), rollout_side(model, SEQUENCES)
     assert first_difference(train, decode) is None
     assert differing_tokens(train.logp_T, decode.logp_T) == 0
-    # 9 operators a block (qkv, two rotaries, ...), the codes of 4, the final norm and the log-prob
-    assert len(train.rows) == 2 * (9 + 4) + 2
+    # 10 operators a block (qkv, its heads, ...), the codes of 4, the final norm and the log-prob
+    assert len(train.rows) == 2 * (10 + 4) + 2
     assert all(len(rows) == sum(map(len, SEQUENCES)) for rows in train.rows.values())
 
 
@@ -96,6 +96,41 @@ def test_a_fault_of_a_fused_operator_is_named(recipe: str, fused: str, operator:
     assert found is not None and found.layer == 0
     assert found.operator == operator + ("" if recipe == "bf16" else "_codes")
     assert found.operator in ROLE_OF
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-kv"])
+@pytest.mark.parametrize("part", ["rotary_q", "rotary_k", "value"])
+def test_a_fault_of_the_operator_that_rotates_and_stores_is_named(recipe: str, part: str):
+    """What it writes into the cache is shown, not what the packed operator would have made."""
+
+    class Faulty:
+        def __getattr__(self, name: str):
+            return self.store if name == "qk_norm_rope_store" else getattr(reference, name)
+
+        def store(self, qkv, rotation, gains, spec, cache, layer, slots):
+            q = reference.qk_norm_rope_store(qkv, rotation, gains, spec, cache, layer, slots)
+            rows = {"rotary_q": q, "rotary_k": cache.keys[layer], "value": cache.values[layer]}
+            held = rows[part]
+            held = held.codes if isinstance(held, HeadCodes) else held
+            row = -1 if part == "rotary_q" else slots[-1]
+            held.view(torch.uint8)[row, 0, 0] ^= 1
+            return q
+
+    model = tiny_model(recipe)
+    train = training_side(model, SEQUENCES)
+    model.ops = Faulty()
+    found = first_difference(train, rollout_side(model, SEQUENCES))
+    assert found is not None and found.layer == 0
+    assert found.operator == part + ("_codes" if recipe == "fp8-kv" else "")
+    assert ROLE_OF[found.operator] == "qkv"
+
+
+def test_a_mixed_recipe_is_compared_where_both_sides_have_the_operator():
+    model = tiny_model("fp8-rollout")
+    train, rollout = training_side(model, SEQUENCES), rollout_side(model, SEQUENCES)
+    assert set(rollout.rows) - set(train.rows) >= {"layers.0.norm_attention_codes"}
+    found = first_difference(train, rollout)
+    assert found is not None and (found.operator, found.layer, found.position) == ("qkv", 0, 0)
 
 
 def test_a_stale_cache_row_is_named_with_its_token():

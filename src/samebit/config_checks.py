@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from samebit.config import Config
+from samebit.config_origin import Origin
 
 _ROLES = ("qkv", "out", "gate_up", "down", "head", "embedding", "norm")
 
@@ -82,20 +83,20 @@ _RULES: dict[str, _Rule] = {
 }
 
 
-def check_config(config: Config, origin: str) -> None:
+def check_config(config: Config, origin: Origin) -> None:
     """ValueError, with the numbers and the nearest valid ones, for what cannot be run."""
     for key, (holds, problem) in _RULES.items():
         value: Any = config
         for part in key.split("."):
             value = getattr(value, part)
         if not holds(value):
-            raise ValueError(f"{origin}: {key} = {value!r} {problem}")
+            raise ValueError(f"{origin.of(key)}: {key} = {value!r} {problem}")
     _check_batches(config, origin)
     _check_lengths(config, origin)
     _check_tables(config, origin)
 
 
-def _check_batches(config: Config, origin: str) -> None:
+def _check_batches(config: Config, origin: Origin) -> None:
     prompts, parts = config.rl.prompts_per_step, config.rl.mini_batches
     if prompts % parts == 0:
         return
@@ -106,37 +107,42 @@ def _check_batches(config: Config, origin: str) -> None:
     floor = prompts // parts * parts
     fits = " or ".join(str(n) for n in (floor, floor + parts) if n)
     total = prompts * config.rl.group_size
+    source = origin.of("rl.mini_batches", "rl.prompts_per_step")
     raise ValueError(
-        f"{origin}: rl.mini_batches = {parts} does not divide rl.prompts_per_step = {prompts} "
+        f"{source}: rl.mini_batches = {parts} does not divide rl.prompts_per_step = {prompts} "
         f"({prompts} prompts x rl.group_size {config.rl.group_size} = {total} completions a step; "
         f"a group is never split): use mini_batches {use}, or prompts_per_step {fits}"
     )
 
 
-def _check_lengths(config: Config, origin: str) -> None:
+def _check_lengths(config: Config, origin: Origin) -> None:
     rollout, train = config.rollout, config.train
     if 0 < rollout.cache_tokens <= rollout.max_tokens:
+        source = origin.of("rollout.cache_tokens", "rollout.max_tokens")
         raise ValueError(
-            f"{origin}: rollout.cache_tokens = {rollout.cache_tokens} cannot hold one completion "
+            f"{source}: rollout.cache_tokens = {rollout.cache_tokens} cannot hold one completion "
             f"of rollout.max_tokens = {rollout.max_tokens} and its prompt; use more than "
             f"{rollout.max_tokens}, or 0 to have it chosen"
         )
     if train.warmup_steps > train.steps:
+        source = origin.of("train.warmup_steps", "train.steps")
         raise ValueError(
-            f"{origin}: train.warmup_steps = {train.warmup_steps} is more than train.steps = "
+            f"{source}: train.warmup_steps = {train.warmup_steps} is more than train.steps = "
             f"{train.steps}, so the learning rate is never reached; use at most {train.steps}"
         )
 
 
-def _check_tables(config: Config, origin: str) -> None:
+def _check_tables(config: Config, origin: Origin) -> None:
     for role, factor in config.train.role_learning_rates.items():
-        where = f"{origin}: train.role_learning_rates.{role}"
+        key = f"train.role_learning_rates.{role}"
+        where = f"{origin.of(key)}: {key}"
         if role not in _ROLES:
             raise ValueError(f"{where}: unknown role; known: {', '.join(_ROLES)}")
         if factor < 0:
             raise ValueError(f"{where} = {factor!r} must be at least 0")
     correction = config.rl.correction
     if not isinstance(correction.get("name"), str):
+        source = origin.of("rl.correction")
         raise ValueError(
-            f'{origin}: rl.correction: name is missing; add `name = "none"` (or tis, mis, acr, ...)'
+            f'{source}: rl.correction: name is missing; add `name = "none"` (or tis, mis, acr, ...)'
         )

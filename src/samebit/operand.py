@@ -59,8 +59,8 @@ class HeadCodes:
         self.codes.view(torch.uint8)[rows] = other.codes.view(torch.uint8)
         self.scale[rows] = other.scale
 
-    def take(self, rows: torch.Tensor) -> HeadCodes:
-        """A copy of these rows."""
+    def take(self, rows: torch.Tensor | tuple[torch.Tensor, ...]) -> HeadCodes:
+        """A copy of these rows, or (pages, offsets)."""
         codes = self.codes.view(torch.uint8)[rows].view(self.codes.dtype)
         return HeadCodes(codes, self.scale[rows])
 

@@ -215,6 +215,10 @@ def test_export_in_both_forms(made: tuple[str, str], capsys: Any, tmp_path: Path
     assert "already exists" in capsys.readouterr().err
     assert main(["export", run, str(tmp_path / "x"), "--fp8", "--recipe", "int8"]) == 2
     assert "not in e4m3[128x128]" in capsys.readouterr().err
+    assert main(["trace", "--model", str(tmp_path / "fp8"), "--tokens", "6"]) == 0
+    assert "recipe fp8," in capsys.readouterr().out
+    assert main(["trace", "--model", str(tmp_path / "fp8"), "--recipe", "bf16"]) == 2
+    assert "holds FP8 codes and scales: recipe 'bf16'" in capsys.readouterr().err
 
 
 def test_trace_of_a_run_and_of_a_text(made: tuple[str, str], capsys: Any):

@@ -74,9 +74,9 @@ def test_dry_run_prints_what_would_run(file: str, calls: list[Any], capsys: Any,
         (["--rl.group_sze", "3"], "'rl.group_size'"),
         (["--rl.learning_rate", "3"], "'train.learning_rate'"),
         (["--rl.clip_lo", "3"], "did you mean 'clip_low'"),
-        (["--rl.clip_low", '"0.1"'], "must be float"),
+        (["--rl.clip_low", '"0.1"'], "must be a number; write 0.1 without quotes"),
         (["--rl.group_size", "1"], "needs at least 2"),
-        (["--task.shot", "1"], "Did you mean 'shots'"),
+        (["--task.shot", "1"], "did you mean 'shots'"),
         (["--recipe", "fp9"], "known recipes: bf16"),
         (["--rl.algorithm", "grop"], "did you mean 'grpo'"),
         (["--rl.correction", "tiss"], "did you mean 'tis'"),
@@ -171,3 +171,49 @@ def test_a_run_that_ended_early_has_an_exit_code_of_its_own(
         assert main(["train", file]) == code
         captured = capsys.readouterr()
         assert said in captured.err and "report" not in captured.out
+
+
+@pytest.mark.parametrize(
+    ("args", "source"),
+    [
+        (["--recipe", "fp9"], "command line: --recipe: unknown recipe"),
+        (["--rl.algorithm=grop", "--seed", "1"], "command line: --rl.algorithm: [rl]: unknown"),
+        (["--rl.correction", "tiss"], "command line: --rl.correction: [rl.correction]: unknown"),
+        (["--rl.clip-lo", "3", "--rl.clip_low", "0.1"], "command line: --rl.clip-lo: [rl]: grpo"),
+        (["--rl.epsilon", "-1"], "command line: --rl.epsilon: [rl]: clip_low = -1"),
+        (["--rl.group_size", "1"], "command line: --rl.group_size: group_size = 1"),
+        (["--rollout.temperature", "0"], "command line: --rollout.temperature: temperature = 0"),
+        (
+            ["--rollout.top-k", "5", "--rl.epochs", "2", "--rl.group-size", "4"],
+            "command line: --rollout.top-k, --rl.epochs: top_p",
+        ),
+        (["--run.device", "cuda:77", "--dry-run"], "command line: --run.device: [run]: device"),
+        (["--task.shots", "-1"], "command line: --task.shots: [task]: shots = -1"),
+        (["--task.dataset", "chain_sun"], "command line: --task.dataset: [task]: dataset ="),
+        (["--task.name", "fil"], "command line: --task.name: [task]: unknown task"),
+        (
+            ["--task.name", "file", "--task.files", '["gone.jsonl"]'],
+            "command line: --task.name: [task]: task file: unknown key 'dataset'",
+        ),
+    ],
+)
+def test_an_error_names_the_option_at_fault(
+    file: str, calls: list[Any], capsys: Any, args: list[str], source: str
+):
+    assert main(["train", file, *args]) == 2
+    assert capsys.readouterr().err.startswith(f"samebit train: error: {source}")
+
+
+def test_an_error_of_the_file_is_not_blamed_on_an_option(
+    file: str, calls: list[Any], capsys: Any, tmp_path: Path
+):
+    head = FILE.split("[task]")[0]
+    (tmp_path / "my.toml").write_text(f'{head}recipe = "fp9"\n[task]\nname = "fil"\n')
+    assert main(["train", file, "--seed", "1", "--rl.group-size", "4"]) == 2
+    assert f"error: {file}: unknown recipe 'fp9'" in capsys.readouterr().err
+    assert main(["train", file, "--recipe", "fp8", "--rl.algorithm", "grpo"]) == 2
+    assert f"error: {file}: [task]: unknown task 'fil'" in capsys.readouterr().err
+    (tmp_path / "my.toml").write_text(f'{head}[task]\nname = "file"\nfiles = ["here.jsonl"]\n')
+    assert main(["train", file, "--task.files", '["gone.jsonl"]']) == 2
+    said = capsys.readouterr().err
+    assert "error: command line: --task.files: [task]: gone.jsonl: no such file" in said

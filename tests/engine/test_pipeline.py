@@ -192,3 +192,5 @@ def test_page_store(precision):
             for page, row, i in ((1, 1, 0), (1, 7, 1), (4, 0, 2), (0, 1, 0), (0, 7, 1), (3, 0, 2)):
                 assert torch.equal(found[page, row], wanted[i])
             assert float(found[2].abs().sum()) == 0.0
+    for held in store.read(1, slots):
+        assert all(map(torch.equal, parts(held), parts(new)))

@@ -98,7 +98,10 @@ def test_a_tap_sees_every_operator_and_changes_nothing(recipe):
         plain = model(ids(), LAYOUT, "train")
         tapped = model(ids(), LAYOUT, "train", tap=lambda name, x: seen.setdefault(name, x))
     assert torch.equal(plain, tapped)
-    names = ["norm_attention", "norm_attention_codes", "qkv", "rotary_q", "rotary_k", "attention"]
+    heads = ["rotary_q", "rotary_k", "value"]
+    if recipe == "fp8-kv":
+        heads = [n for name in heads for n in (name, f"{name}_codes")]
+    names = ["norm_attention", "norm_attention_codes", "qkv", *heads, "attention"]
     names += ["attention_codes", "out", "norm_mlp", "norm_mlp_codes", "silu_mul", "silu_mul_codes"]
     names = [n for n in [*names, "down"] if recipe != "bf16" or not n.endswith("_codes")]
     assert list(seen) == [f"layers.{i}.{name}" for i in range(2) for name in names]

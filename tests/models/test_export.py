@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from samebit.models.export import QuantisedMatrix, export_bf16, export_fp8, unfuse
+from samebit.models.export import export_bf16, export_fp8
+from samebit.models.fp8_blocks import QuantisedMatrix, unfuse
 from samebit.models.weights import CheckpointReader
 from tests.tiny import tiny_folder
 
@@ -146,7 +147,7 @@ def test_fp8_folder_holds_codes_scales_and_bf16_rest(tmp_path, family, tied):
     source = tiny_folder(tmp_path / "source", family, tied=tied, layers=1)
     masters = masters_of(source)
     plain, quantised = split(masters)
-    target = export_fp8(tmp_path / "out", source, plain, quantised)
+    target = export_fp8(tmp_path / "out", source, plain, quantised, "fp8")
     held = load_file(target / "model.safetensors")
     scale_names = {name.replace(".weight", ".weight_scale_inv") for name in quantised}
     assert set(held) == set(masters) | scale_names
@@ -185,7 +186,7 @@ def test_transformers_dequantises_the_fp8_export_to_the_same_function(tmp_path):
         tmp_path / "source", "llama", hidden=256, intermediate=384, heads=4, kv_heads=2, head_dim=64
     )
     plain, quantised = split(masters_of(source))
-    target = export_fp8(tmp_path / "out", source, plain, quantised)
+    target = export_fp8(tmp_path / "out", source, plain, quantised, "fp8")
     model, info = AutoModelForCausalLM.from_pretrained(
         target, quantization_config=FineGrainedFP8Config(dequantize=True), output_loading_info=True
     )
@@ -201,7 +202,7 @@ def test_matrices_left_unquantised_are_listed(tmp_path):
     plain, quantised = split(masters_of(source))
     quantised.pop(GATE)
     plain[GATE] = masters_of(source)[GATE]
-    target = export_fp8(tmp_path / "out", source, plain, quantised)
+    target = export_fp8(tmp_path / "out", source, plain, quantised, "fp8")
     settings = json.loads((target / "config.json").read_text())["quantization_config"]
     assert settings["modules_to_not_convert"] == ["lm_head", "model.layers.0.mlp.gate_proj"]
 
@@ -233,7 +234,7 @@ def test_fp8_refusals(tmp_path, change, named):
     plain, quantised = split(masters_of(source))
     change(plain, quantised)
     with pytest.raises(ValueError, match=named):
-        export_fp8(tmp_path / "out", source, plain, quantised)
+        export_fp8(tmp_path / "out", source, plain, quantised, "fp8")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from samebit.option_aliases import OPTION_ALIASES as ALIASES
 from samebit.rl.api import Algorithm
 from samebit.rl.checks import check_pair
-from samebit.rl.registry import ALIASES, list_algorithms, load_algorithm, load_correction
+from samebit.rl.registry import list_algorithms, load_algorithm, load_correction
 from samebit.types import Sampling
 
 PLAIN = Sampling()
@@ -47,17 +48,17 @@ def test_other_tools_keys():
     ("table", "message"),
     [
         ({"clip_hgh": 0.2}, "clip_high"),
-        ({"clip-low": 0.2}, "did you mean 'clip_low'"),
+        ({"clip-low": 0.2, "clip_low": 0.2}, "both set clip_low"),
         ({"epsilon": 0.2, "clip_ratio": 0.1}, "both set"),
         ({"clip_high": 0.2, "epsilon_high": 0.1}, "both set"),
-        ({"clip_low": "0.2"}, "is str; must be float"),
-        ({"clip_low": True}, "is bool; must be float"),
-        ({"clip_low": [0.2]}, "is list; must be float"),
+        ({"clip_low": "0.2"}, "is a string, must be a number; write 0.2 without"),
+        ({"clip_low": True}, "clip_low = True must be a number"),
+        ({"clip_low": [0.2]}, "must be a number, not a list"),
         ({"clip_low": float("nan")}, "clip_low = nan"),
         ({"clip_low": 1.5}, "between 0 and 1"),
         ({"dual_clip": 0.5}, "above 1"),
         ({"averaging": "token_mean"}, "did you mean 'token-mean'"),
-        ({"scale_by_std": 1}, "is int; must be bool"),
+        ({"scale_by_std": 1}, "scale_by_std = 1 must be true or false"),
         ({"kl_coefficient": 0.1, "kl_estimator": "k1"}, "zero expected gradient"),
     ],
 )

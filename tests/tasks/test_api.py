@@ -127,7 +127,7 @@ def test_bad_shares_and_limits_are_refused(own):
         load_task(own, {"held_out_share": 1})
     with pytest.raises(ValueError, match="max_prompt_tokens = -1"):
         load_task(own, {"max_prompt_tokens": -1})
-    with pytest.raises(ValueError, match="expected one of 'stop', 'skip', 'truncate_left'"):
+    with pytest.raises(ValueError, match="must be one of stop, skip, truncate_left"):
         load_task(own, {"on_long_prompt": "drop"})
 
 

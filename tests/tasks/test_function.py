@@ -126,7 +126,7 @@ def test_where_the_function_is_looked_for(tmp_path):
     for path, message in [
         ("no_colon", "expected path/to/file.py:function"),
         (f"{tmp_path}/missing.py:f", "no file"),
-        (f"{file}:reward_lenght", "Did you mean 'reward_length'"),
+        (f"{file}:reward_lenght", "did you mean 'reward_length'"),
         (f"{file}:number", "cannot be called"),
         ("no_such_module:f", "no module 'no_such_module'"),
     ]:
@@ -142,7 +142,7 @@ def test_a_number_beyond_fp32_is_no_reward(value):
 
 def test_a_parameter_that_no_column_fills_is_named(tmp_path):
     function = make(tmp_path, "def reward(completions, levels, weight=1):\n    return [1.0] * 2\n")
-    with pytest.raises(ValueError, match=r"'levels', which is no column.*Did you mean 'level'"):
+    with pytest.raises(ValueError, match=r"'levels', which is no column.*did you mean 'level'"):
         call(function)
     fine = make(
         tmp_path, "def second(completions, level, weight=1):\n    return [1.0] * 2\n", "second"

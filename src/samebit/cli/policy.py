@@ -50,8 +50,19 @@ def find_target(name: str, overrides: Sequence[tuple[str, str]] = ()) -> Target:
         config = path.parent.parent / "config.toml"
         return Target(load(config, overrides), path)
     given = {key for key, _ in overrides}
-    extra = [(k, v) for k, v in (("model", name), ("task.name", "none")) if k not in given]
+    defaults = [("model", name), ("task.name", "none"), *_exported_recipe(path)]
+    extra = [(key, value) for key, value in defaults if key not in given]
     return Target(load(None, [*extra, *overrides]), None)
+
+
+def _exported_recipe(folder: Path) -> list[tuple[str, str]]:
+    """The recipe that an FP8 export says it is a policy of."""
+    if not (folder / "config.json").is_file():
+        return []
+    from samebit.models.config import read_config
+
+    recipe = read_config(folder).exported_recipe
+    return [("recipe", recipe)] if recipe else []
 
 
 def load_policy(target: Target, recipe: str | None = None) -> tuple[Decoder, Tokenizer, Path]:

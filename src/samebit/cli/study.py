@@ -34,13 +34,14 @@ def run(args: Sequence[str]) -> int:
         return 0
     (path,) = expect(found, ["FILE"], USAGE)
     from samebit.cli.validate import validate
+    from samebit.config_origin import Origin
     from samebit.study.plan import load_study, require_unchanged
 
     study = load_study(path, found.text("out"))
     if found.flag("only"):
         return _one(study, found.text("only"))
     for job in study.jobs[: len(study.arms)]:
-        for warning in validate(job.config, f"{path}: arm {job.arm!r}"):
+        for warning in validate(job.config, Origin(f"{path}: arm {job.arm!r}")):
             _note(f"arm {job.arm}: {warning}")
     require_unchanged(study.jobs)
     if found.flag("dry-run"):

@@ -102,6 +102,7 @@ def _summary(model: Any, train: Any, rollout: Any, difference: Any, gap: float) 
         "operators": [
             {"name": name, "train": digest(train, name), "rollout": digest(rollout, name)}
             for name in train.rows
+            if name in rollout.rows
         ],
         "first_difference": None if difference is None else vars(difference),
         "logp_abs_max": gap,

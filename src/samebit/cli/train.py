@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from samebit.cli.arguments import Option, expect, parse
 from samebit.cli.keys import key_help
 from samebit.cli.validate import validate
-from samebit.config_io import load
+from samebit.config_io import load, origin_of
 from samebit.reporter import Reporter, last_line
 
 USAGE = "samebit train FILE [--recipe NAME] [--steps N] [--out DIR] [--resume] [--any.key VALUE]"
 OPTIONS = (
     Option("resume", "", "continue the run in run.out from its last checkpoint"),
-    Option("dry-run", "", "check everything, print the resolved configuration and stop"),
+    Option("dry-run", "", "check all but the model itself, print the resolved configuration, stop"),
     Option("quiet", "", "no progress and no line per step"),
 )
 SHORT_HELP = (
@@ -33,7 +33,7 @@ def run(args: Sequence[str]) -> int:
         return 0
     (path,) = expect(found, ["FILE"], USAGE)
     config = load(path, found.overrides)
-    validate(config, path)  # the loop repeats its warnings
+    validate(config, origin_of(path, found.overrides))  # the loop repeats its warnings
     if found.flag("dry-run"):
         from samebit.config_dump import dump
 

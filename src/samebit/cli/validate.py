@@ -6,47 +6,63 @@ Everything here runs before a model is read, so that a misspelt key costs a seco
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from samebit.config import Config
 from samebit.config_io import nearest_key
+from samebit.config_origin import Origin
 
 
-def validate(config: Config, origin: str) -> list[str]:
-    """Load what `config` names and check the pair; warnings. ValueError names origin and key."""
+def validate(config: Config, origin: Origin) -> list[str]:
+    """Load what `config` names and check the pair; warnings.
+
+    ValueError naming the source of the value at fault (the option, else the file), section and key.
+    """
+    import torch
+
     from samebit.quant.flow import is_unified
+    from samebit.quant.ops import get_ops
     from samebit.quant.plan import load_recipe
     from samebit.rl.checks import check_pair
     from samebit.rl.registry import load_algorithm, load_correction
+    from samebit.run_checks import sampling_of
     from samebit.tasks.api import load_task
-    from samebit.types import Sampling
 
-    with _prefixed(origin, "recipe"):
+    blame = partial(_blamed, config, origin)
+    with blame("", ["recipe"]):
         recipe = load_recipe(config.recipe)
-    with _prefixed(origin, "rl"):
+    with blame("rl", ["rl"]):
         algorithm = load_algorithm(config.rl.algorithm, config.rl.options)
     table = dict(config.rl.correction)
-    with _prefixed(origin, "rl.correction"):
+    with blame("rl.correction", ["rl"]):
         correction = load_correction(str(table.pop("name")), table)
-    with _prefixed(origin, "rl"):
-        rollout = config.rollout
+    with blame("", ["rl", "rollout", "recipe"]):
         warnings = check_pair(
             algorithm,
             correction,
             is_unified(recipe),
-            Sampling(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k),
+            sampling_of(config),
             config.rl.group_size,
             config.rl.epochs * config.rl.mini_batches,
         )
-    with _prefixed(origin, "task"):
+    if config.run.device != "auto":
+        with blame("run", ["run"]):
+            get_ops(torch.device(config.run.device))
+    with blame("task", ["task", "seed"]):
         load_task(config.task.name, config.task.options, config.seed).close()
     return warnings
 
 
 @contextmanager
-def _prefixed(origin: str, section: str) -> Iterator[None]:
-    """Put file and section before a module's own message; point out a key of another section."""
+def _blamed(
+    config: Config, origin: Origin, section: str, sections: Sequence[str]
+) -> Iterator[None]:
+    """Put source and section before a module's own message; point out a key of another section.
+
+    sections: whose keys the message can be about.
+    """
     try:
         yield
     except ValueError as error:
@@ -56,4 +72,6 @@ def _prefixed(origin: str, section: str) -> Iterator[None]:
         if unknown is not None:
             near = re.search(r"did you mean ('[^']*')", nearest_key(f"{section}.{unknown[1]}"))
             hint = f" (or the key {near[1]} of the configuration?)" if near else ""
-        raise ValueError(f"{origin}: [{section}]: {text}{hint}") from error
+        source = origin.of_message(text, config, sections)
+        where = f"{source}: [{section}]" if section else source
+        raise ValueError(f"{where}: {text}{hint}") from error

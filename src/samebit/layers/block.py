@@ -20,7 +20,7 @@ from samebit.layers.gradient import deliver, keep, kept, target
 from samebit.layers.kv import AnyStore
 from samebit.layers.linear import LinearUse
 from samebit.layout import Layout, PackedLayout
-from samebit.operand import Heads, Operand, Rotation
+from samebit.operand import HeadCodes, Heads, Operand, Rotation
 from samebit.spec import Attention
 
 Tap = Callable[[str, torch.Tensor], None]
@@ -119,8 +119,12 @@ def _tap_operand(call: ForwardCall, name: str, x: torch.Tensor, operand: Operand
         return
     call.tap(name, x)
     if operand.scale is not None:
-        parts = (operand.codes, operand.scale)
-        call.tap(f"{name}_codes", torch.cat([p.contiguous().view(torch.uint8) for p in parts], 1))
+        call.tap(f"{name}_codes", _bytes(operand.codes, operand.scale))
+
+
+def _bytes(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """uint8 [T, bytes] of codes and scales, row by row."""
+    return torch.cat([p.contiguous().view(torch.uint8).flatten(1) for p in (codes, scale)], 1)
 
 
 def _multiply(ops: Any, operand: Operand, use: LinearUse) -> torch.Tensor:
@@ -171,27 +175,34 @@ def _attend(
     ops, spec, rotation = call.ops, call.attention, call.rotation
     if call.cache is None:
         heads = ops.qk_norm_rope(qkv, rotation, half.gains, spec)
+        _tap_heads(half, qkv, heads)
         return (heads, *ops.attention(*heads, call.layout, call.scale, spec))
     assert not isinstance(call.layout, PackedLayout)
     slots = call.layout.slots
     q = ops.qk_norm_rope_store(qkv, rotation, half.gains, spec, call.cache, half.index, slots)
+    if call.tap is not None:
+        _tap_heads(half, qkv, (q, *call.cache.read(half.index, slots)))
     keys, values = call.cache.keys[half.index], call.cache.values[half.index]
     return (None, *ops.attention(q, keys, values, call.layout, call.scale, spec))
 
 
-def _tap_attention(
-    half: AttentionHalf, qkv: tuple[torch.Tensor, ...], attended: torch.Tensor, operand: Operand
+def _tap_heads(
+    half: AttentionHalf, qkv: tuple[torch.Tensor, ...], heads: tuple[Heads, Heads, Heads]
 ) -> None:
-    tap = half.call.tap
-    if tap is None:
+    """Show the projections and the heads of these tokens, as attention reads them."""
+    call, path = half.call, f"layers.{half.index}"
+    if call.tap is None:
         return
-    path = f"layers.{half.index}"
-    tap(f"{path}.qkv", torch.cat(qkv, dim=1))
-    # BF16 whatever the cache holds: what the codes are made of
-    q, k, _ = half.call.ops.qk_norm_rope(qkv, half.call.rotation, half.gains, Attention())
-    tap(f"{path}.rotary_q", q)
-    tap(f"{path}.rotary_k", k)
-    _tap_operand(half.call, f"{path}.attention", attended, operand)
+    call.tap(f"{path}.qkv", torch.cat(qkv, dim=1))
+    shown: tuple[Heads, ...] = heads
+    if any(isinstance(x, HeadCodes) for x in heads):
+        # BF16 first: what the codes are made of
+        shown = call.ops.qk_norm_rope(qkv, call.rotation, half.gains, Attention())
+    for name, x, written in zip(("rotary_q", "rotary_k", "value"), shown, heads, strict=True):
+        assert isinstance(x, torch.Tensor)
+        call.tap(f"{path}.{name}", x)
+        if isinstance(written, HeadCodes):
+            call.tap(f"{path}.{name}_codes", _bytes(written.codes, written.scale))
 
 
 class _AttentionHalf(Function):
@@ -209,7 +220,7 @@ class _AttentionHalf(Function):
         qkv = _multiply_parts(ops, operand, half.qkv)
         heads, attended, lse = _attend(half, qkv)
         out_operand = ops.quantize_activation(attended.flatten(1), half.out.spec.lhs)
-        _tap_attention(half, qkv, attended.flatten(1), out_operand)
+        _tap_operand(call, f"{path}.attention", attended.flatten(1), out_operand)
         if half.out.observe is not None:
             half.out.observe(attended.flatten(1), out_operand)
         y_TK = _multiply(ops, out_operand, half.out)

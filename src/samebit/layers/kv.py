@@ -49,6 +49,10 @@ class KVStore:
         _put(self.keys[layer], (slots,), k)
         _put(self.values[layer], (slots,), v)
 
+    def read(self, layer: int, slots: torch.Tensor) -> tuple[Heads, Heads]:
+        """Copies of K and V [T, G, D] at rows `slots` of a layer."""
+        return _take(self.keys[layer], (slots,)), _take(self.values[layer], (slots,))
+
     def copy(self, pairs: Sequence[PageCopy], page_size: int) -> None:
         """Copy leading rows of pages in every layer, every source read before a target is written."""
         rows = [(s * page_size + i, t * page_size + i) for s, t, n in pairs for i in range(n)]
@@ -57,8 +61,7 @@ class KVStore:
         data = self.keys[0]
         source, target = torch.tensor(rows, device=data.device).unbind(1)
         for held in (*self.keys, *self.values):
-            new = held.take(source) if isinstance(held, HeadCodes) else held[source]
-            _put(held, (target,), new)
+            _put(held, (target,), _take(held, (source,)))
 
 
 class PageStore:
@@ -106,9 +109,17 @@ class PageStore:
 
     def write(self, layer: int, slots: torch.Tensor, k: Heads, v: Heads) -> None:
         """Store K and V [T, G, D] of a layer at `slots` int64 [T]."""
-        where = (slots // self.page_size, slots % self.page_size)
+        where = self._place(slots)
         _put(self.keys[layer], where, k)
         _put(self.values[layer], where, v)
+
+    def read(self, layer: int, slots: torch.Tensor) -> tuple[Heads, Heads]:
+        """Copies of K and V [T, G, D] at `slots` of a layer."""
+        where = self._place(slots)
+        return _take(self.keys[layer], where), _take(self.values[layer], where)
+
+    def _place(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return slots // self.page_size, slots % self.page_size
 
     def copy(self, pairs: Sequence[PageCopy], page_size: int) -> None:
         """Copy whole pages (rows that do not count are never read), in order, PAGES_AT_ONCE a time."""
@@ -122,6 +133,10 @@ class PageStore:
 
 
 AnyStore = KVStore | PageStore
+
+
+def _take(rows: Heads, where: tuple[torch.Tensor, ...]) -> Heads:
+    return rows.take(where) if isinstance(rows, HeadCodes) else rows[where]
 
 
 def _put(rows: Heads, where: tuple[torch.Tensor, ...], new: Heads) -> None:

@@ -15,9 +15,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from samebit.formats import BLOCK
+
 FAMILIES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 FILE_DTYPES = ("bfloat16", "float16", "float32")
+FP8_BLOCKS: Mapping[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [BLOCK, BLOCK],
+}
+"""`quantization_config` of the one quantised format that is read and written."""
 
 _REQUIRED = (
     "hidden_size",
@@ -49,6 +58,8 @@ class ModelConfig:
     rope_scaling: None for plain rotary, else {"rope_type": "linear" | "llama3" | "yarn", ...} with
     every constant of that type present. eos_ids: the union of config.json and
     generation_config.json (the tokenizer adds its own). file_dtype: what the checkpoint stores.
+    fp8_blocks: its linears are stored as FP8 codes and scales. exported_recipe: the recipe whose policy
+    they are, where the folder is an export of ours that says so.
     """
 
     family: str
@@ -69,6 +80,8 @@ class ModelConfig:
     qk_norm: bool = False
     eos_ids: tuple[int, ...] = ()
     file_dtype: str = "bfloat16"
+    fp8_blocks: bool = False
+    exported_recipe: str = ""
 
     @property
     def group_size(self) -> int:
@@ -132,6 +145,8 @@ def read_config(folder: str | Path) -> ModelConfig:
         max_position=max_position,
         eos_ids=_read_eos_ids(folder, raw, vocab_size),
         file_dtype=_read_dtype(path, raw),
+        fp8_blocks=bool(raw.get("quantization_config")),
+        exported_recipe=_text(path, raw, "samebit_recipe"),
     )
     _check_heads(path, config)
     return config
@@ -165,6 +180,13 @@ def _flag(path: Path, raw: Mapping[str, Any], key: str, default: bool = False) -
     return value
 
 
+def _text(path: Path, raw: Mapping[str, Any], key: str) -> str:
+    value = raw.get(key)
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"{path}: {key} must be a text, found {value!r}")
+    return value or ""
+
+
 def _mapping(path: Path, raw: Mapping[str, Any], key: str) -> dict[str, Any]:
     value = raw.get(key)
     if value is None:
@@ -195,8 +217,12 @@ def _refuse_unsupported(path: Path, raw: Mapping[str, Any], family: str) -> None
     for key in ("attention_bias", "mlp_bias"):
         if raw.get(key):
             refuse(key, f"a {family} model here has no such bias")
-    if raw.get("quantization_config"):
-        refuse("quantization_config", "give the unquantised checkpoint; master weights need it")
+    if raw.get("quantization_config") and not _is_fp8_blocks(raw):
+        refuse(
+            "quantization_config",
+            "of quantised checkpoints only FP8 in 128x128 blocks is read, as `samebit export --fp8` "
+            "writes it; give the unquantised one",
+        )
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if raw.get(key):
             refuse(key, "mixtures of experts are not implemented")
@@ -210,6 +236,11 @@ def _refuse_unsupported(path: Path, raw: Mapping[str, Any], family: str) -> None
     # layer_types, where written, already says which layers are windowed.
     if raw.get("sliding_window") and not kinds and _uses_window(path, raw, family):
         refuse("sliding_window", "only full attention is implemented")
+
+
+def _is_fp8_blocks(raw: Mapping[str, Any]) -> bool:
+    settings = raw.get("quantization_config")
+    return isinstance(settings, dict) and FP8_BLOCKS.items() <= settings.items()
 
 
 def _uses_window(path: Path, raw: Mapping[str, Any], family: str) -> bool:

@@ -10,14 +10,14 @@ import logging
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from samebit.formats import BLOCK, E4M3
-from samebit.models.config import read_config, read_json
+from samebit.models.config import FP8_BLOCKS, read_config, read_json
+from samebit.models.fp8_blocks import QuantisedMatrix, scale_name
 from samebit.models.source import SIDE_FILES
 from samebit.models.weights import (
     SHARD_BYTES,
@@ -32,40 +32,6 @@ log = logging.getLogger(__name__)
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _MASTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class QuantisedMatrix:
-    """Codes and scales of one named matrix, unpadded.
-
-    codes: float8_e4m3fn [N, K]. scales: FP32 [ceil(N/128), ceil(K/128)], multiply to
-    dequantise.
-    """
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-
-
-def unfuse(
-    codes_NK: torch.Tensor, scales_nk: torch.Tensor, parts: Mapping[str, tuple[int, int]]
-) -> dict[str, QuantisedMatrix]:
-    """The named matrices inside one fused, padded buffer.
-
-    codes_NK: [sum of N padded to 128 each, K padded to 128]; scales_nk: one per 128x128 block.
-    parts: name -> (N, K) without padding, in the buffer's order.
-    """
-    found: dict[str, QuantisedMatrix] = {}
-    block = 0
-    for name, (rows, width) in parts.items():
-        row_blocks, column_blocks = math.ceil(rows / BLOCK), math.ceil(width / BLOCK)
-        first = block * BLOCK
-        found[name] = QuantisedMatrix(
-            codes_NK[first : first + rows, :width],
-            scales_nk[block : block + row_blocks, :column_blocks],
-        )
-        block += row_blocks
-    assert block * BLOCK == codes_NK.shape[0] and block == scales_nk.shape[0]
-    return found
 
 
 def export_bf16(
@@ -92,13 +58,15 @@ def export_fp8(
     source: str | Path,
     tensors: Mapping[str, torch.Tensor],
     quantised: Mapping[str, QuantisedMatrix],
+    recipe: str,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Write a block FP8 folder: codes and scales as they are, all other tensors in BF16; `target`.
 
     quantised: name of a weight -> its codes and scales; `tensors` holds the rest. A matrix `X` is
     stored as `X.weight` (E4M3) and `X.weight_scale_inv` (FP32, which despite its name is the factor
-    that multiplies codes to dequantise). Errors as in `export_bf16`.
+    that multiplies codes to dequantise). recipe: of the policy, kept in config.json as `samebit_recipe`.
+    Errors as in `export_bf16`.
     """
     source = Path(source)
     shapes, tied = _expected(source)
@@ -112,9 +80,8 @@ def export_fp8(
         raise ValueError(f"{doubled[0]} is given both quantised and unquantised")
     sources = _bf16_sources(tensors, plain_shapes, tied)
     for name, matrix in quantised.items():
-        scale_name = name.removesuffix("weight") + "weight_scale_inv"
         sources.append(_as_is(name, matrix.codes))
-        sources.append(_as_is(scale_name, matrix.scales))
+        sources.append(_as_is(scale_name(name), matrix.scales))
     kept = {
         name.removesuffix(".weight")
         for name, shape in plain_shapes.items()
@@ -122,12 +89,10 @@ def export_fp8(
     }
     settings = {
         "quantization_config": {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [BLOCK, BLOCK],
+            **FP8_BLOCKS,
             "modules_to_not_convert": sorted(kept | {HEAD.removesuffix(".weight")}),
-        }
+        },
+        "samebit_recipe": recipe,
     }
     partial = sorted(name for name in quantised if shapes[name][0] % BLOCK)
     if partial:
@@ -143,8 +108,10 @@ def export_fp8(
 def _expected(source: Path) -> tuple[dict[str, tuple[int, ...]], bool]:
     """(name -> shape of what an export of this model holds, tied)."""
     config = read_config(source)
-    reader = CheckpointReader(source)
-    shapes = {name: reader.shape(name) for name in reader.names()}
+    reader = CheckpointReader(source, codes=config.fp8_blocks)
+    names = reader.names()
+    scales = {scale_name(name) for name in names} if config.fp8_blocks else set()
+    shapes = {name: reader.shape(name) for name in names if name not in scales}
     if config.tied:
         shapes.pop(HEAD, None)
     return shapes, config.tied
@@ -221,6 +188,9 @@ def _publish(
     config = {key: value for key, value in read_json(source / "config.json").items()}
     # One spelling: an old torch_dtype beside the new dtype could contradict it.
     config.pop("torch_dtype", None)
+    # What the model was read from says nothing about what is written.
+    config.pop("quantization_config", None)
+    config.pop("samebit_recipe", None)
     config.update(dtype="bfloat16", **settings)
     copied = [source / name for name in SIDE_FILES if (source / name).is_file()]
     needed = sum(tensor.bytes for tensor in sources) + sum(path.stat().st_size for path in copied)

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from samebit.formats import BLOCK, E4M3
 from samebit.models.config import ModelConfig, read_config
 from samebit.models.decoder import Block, Decoder, linear_shapes
+from samebit.models.fp8_blocks import (
+    QuantisedMatrix,
+    first_difference,
+    master_of,
+    quantised_matrices,
+    require_blocks,
+    scale_name,
+)
 from samebit.models.weights import CheckpointReader
-from samebit.quant.plan import Plan, resolve
+from samebit.quant.plan import Plan, load_recipe, recipe_names, resolve
 from samebit.spec import Recipe
+
+log = logging.getLogger(__name__)
 
 
 def plan_for(recipe: Recipe, config: ModelConfig) -> Plan:
@@ -56,15 +68,25 @@ def named_masters(model: Decoder) -> dict[str, torch.Tensor]:
 def load_model(folder: str | Path, recipe: Recipe, device: torch.device | str = "cpu") -> Decoder:
     """Build the folder's model under `recipe`, read its weights into the masters, refresh once.
 
-    ValueError naming file and tensor for anything missing, of another shape, or not understood.
+    A folder of FP8 codes and scales gives masters that quantise to them, bit for bit. ValueError naming
+    file and tensor for anything missing, of another shape, or not understood, and for FP8 codes that
+    the recipe does not sample with.
     """
     config = read_config(folder)
+    if config.fp8_blocks:
+        require_blocks(recipe, f"{folder} holds FP8 codes and scales")
+        _warn_of_another_recipe(folder, config.exported_recipe, recipe)
     model = Decoder(config, plan_for(recipe, config), device)
-    reader = CheckpointReader(folder)
+    reader = CheckpointReader(folder, codes=config.fp8_blocks)
     masters = named_masters(model)
+    blocks = quantised_matrices(model, family_names(config)) if config.fp8_blocks else {}
     for name, master in masters.items():
-        master.copy_(reader.read(name, tuple(master.shape)))
+        if name in blocks:
+            master.copy_(master_of(_read_blocks(reader, name, master.shape)))
+        else:
+            master.copy_(reader.read(name, tuple(master.shape)))
     ignored = {"lm_head.weight"} if config.tied else set()
+    ignored |= {scale_name(name) for name in blocks}
     unknown = [
         n for n in reader.names() if n not in masters and n not in ignored and "rotary" not in n
     ]
@@ -74,7 +96,41 @@ def load_model(folder: str | Path, recipe: Recipe, device: torch.device | str = 
             "the checkpoint belongs to another architecture"
         )
     model.refresh()
+    for name in blocks:
+        # Read again rather than kept: all codes beside all masters may be more than there is room for.
+        differs = first_difference(blocks, name, _read_blocks(reader, name, masters[name].shape))
+        if differs:
+            raise ValueError(
+                f"{folder}: {name}: {differs} are not what the FP32 master of any matrix is quantised "
+                "to here, so this would be another policy; give the unquantised checkpoint"
+            )
     return model
+
+
+def _read_blocks(reader: CheckpointReader, name: str, shape: torch.Size) -> QuantisedMatrix:
+    """Codes and scales of a linear, dtypes and shapes checked."""
+    codes = reader.read(name, tuple(shape))
+    scales = reader.read(scale_name(name), tuple(-(-n // BLOCK) for n in shape))
+    if codes.dtype != E4M3.dtype or scales.dtype != torch.float32:
+        raise ValueError(
+            f"{reader.folder}: {name} is {codes.dtype} with {scales.dtype} scales; every linear of an "
+            f"FP8 export is {E4M3.dtype} with torch.float32 scales"
+        )
+    return QuantisedMatrix(codes, scales)
+
+
+def _warn_of_another_recipe(folder: str | Path, exported: str, recipe: Recipe) -> None:
+    """Say where the exported policy is not the function that the recipe samples from."""
+    known = exported in recipe_names()
+    if known and load_recipe(exported).rollout == recipe.rollout:
+        return
+    if exported and exported != recipe.name:
+        log.warning(
+            "%s is a policy of recipe %s; under %s it is another policy",
+            folder,
+            exported,
+            recipe.name,
+        )
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ SHARD_BYTES = 5_000_000_000
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 _READABLE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_CODES = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
 _WRITABLE = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
@@ -42,15 +43,15 @@ _WRITABLE = {
 class CheckpointReader:
     """The tensors of a HF folder, read one at a time (BF16, FP16 or FP32; as stored).
 
-    codes: bytes (uint8) are readable too, as an optimiser's state has them. Opening reads headers
-    only. Raises ValueError naming the file for: no safetensors (pickle is refused), a corrupt header
-    or wrong file size, an index that leaves the folder, names a missing shard, or disagrees with what
-    its shards hold, and other dtypes.
+    codes: bytes (uint8) and E4M3 are readable too, as an optimiser's state and an FP8 export have them.
+    Opening reads headers only. Raises ValueError naming the file for: no safetensors (pickle is
+    refused), a corrupt header or wrong file size, an index that leaves the folder, names a missing
+    shard, or disagrees with what its shards hold, and other dtypes.
     """
 
     def __init__(self, folder: str | Path, codes: bool = False) -> None:
         self.folder = Path(folder)
-        self._readable = _READABLE | ({"U8": torch.uint8} if codes else {})
+        self._readable = _READABLE | (_CODES if codes else {})
         self._files: dict[str, Any] = {}
         self._where = self._read_index()
         self._shapes: dict[str, tuple[int, ...]] = {}

@@ -38,7 +38,11 @@ def _refuse_sampling(sampling: Sampling, unified: bool, updates: int) -> None:
         )
     truncated = sampling.top_p < 1 or sampling.top_k > 0
     if truncated and (updates > 1 or not unified):
-        cause = "a mixed recipe" if not unified else f"{updates} updates per rollout"
+        cause = (
+            "a mixed recipe"
+            if not unified
+            else f"{updates} updates per rollout (epochs x mini_batches)"
+        )
         raise ValueError(
             f"top_p = {sampling.top_p}, top_k = {sampling.top_k} with {cause}: the kept set of the "
             "sampler is not the policy's own, so ratios are wrong; set top_p = 1 and top_k = 0"

@@ -5,15 +5,14 @@ The folder is the registry: the name is the module's name, or a dotted path outs
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import pkgutil
 import types
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
-from samebit.option_aliases import OPTION_ALIASES as ALIASES
+from samebit.option_aliases import OPTION_ALIASES
+from samebit.option_table import build_options, did_you_mean
 from samebit.rl.api import Algorithm, Correction
 
 
@@ -49,7 +48,7 @@ def load_algorithm(name: str, table: Mapping[str, Any] | None = None) -> Algorit
     of range.
     """
     module = _find(name, "samebit.rl", "Algorithm", "algorithm", list_algorithms)
-    return module.Algorithm(build_config(module.Config, table or {}, name))
+    return module.Algorithm(build_options(module.Config, table or {}, name, OPTION_ALIASES))
 
 
 def load_correction(name: str, table: Mapping[str, Any] | None = None) -> Correction:
@@ -67,7 +66,7 @@ def load_correction(name: str, table: Mapping[str, Any] | None = None) -> Correc
             raise ValueError(f"{name}: {unknown[0]!r} is not one of the corrections {parts}")
         return Composed(tuple(load_correction(p, table.get(p)) for p in parts))
     module = _find(name, "samebit.rl.corrections", "Correction", "correction", list_corrections)
-    return module.Correction(build_config(module.Config, table, name))
+    return module.Correction(build_options(module.Config, table, name, OPTION_ALIASES))
 
 
 def _find(name: str, package: str, class_name: str, what: str, known: Any) -> Any:
@@ -88,54 +87,7 @@ def _find(name: str, package: str, class_name: str, what: str, known: Any) -> An
     ):
         names = known()
         raise ValueError(
-            f"unknown {what} {name!r}{_nearest(name, names)}; known: {', '.join(names)}, "
+            f"unknown {what} {name!r}{did_you_mean(name, names)}; known: {', '.join(names)}, "
             f"or the dotted path of a module that defines Config and {class_name}"
         )
     return module
-
-
-def _nearest(name: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def build_config(config_class: type, table: Mapping[str, Any], where: str) -> Any:
-    """`config_class(**table)` with aliases resolved and every key and type checked."""
-    hints = get_type_hints(config_class)
-    known = [f.name for f in fields(config_class)]
-    values: dict[str, Any] = {}
-    spelled: dict[str, str] = {}
-    for key, value in sorted(table.items(), key=lambda item: -len(ALIASES.get(item[0], ()))):
-        targets = (key,) if key in known else ALIASES.get(key, ())
-        if not targets or any(target not in known for target in targets):
-            usable = known + [a for a, ours in ALIASES.items() if set(ours) <= set(known)]
-            raise ValueError(
-                f"{where}: unknown key {key!r}{_nearest(key, usable)}; known: {', '.join(known)}"
-            )
-        for target in targets:
-            earlier = spelled.get(target)
-            if earlier is not None and len(ALIASES.get(earlier, ("",))) == len(targets):
-                raise ValueError(f"{where}: {earlier!r} and {key!r} both set {target}; keep one")
-            values[target] = _checked(value, hints[target], f"{where}.{key}")
-            spelled[target] = key
-    return config_class(**values)
-
-
-def _checked(value: Any, hint: Any, where: str) -> Any:
-    origin = get_origin(hint)
-    if origin is Literal:
-        if value not in get_args(hint):
-            close = _nearest(str(value), [str(a) for a in get_args(hint)])
-            raise ValueError(f"{where} = {value!r}{close}; must be one of {get_args(hint)}")
-        return value
-    if origin in (Union, types.UnionType):
-        options = get_args(hint)
-        # TOML has no null: the word none stands for it.
-        if type(None) in options and (value is None or value == "none"):
-            return None
-        return _checked(value, next(o for o in options if o is not type(None)), where)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise ValueError(f"{where} = {value!r} is {type(value).__name__}; must be {hint.__name__}")
-    return value

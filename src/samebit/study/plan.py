@@ -17,8 +17,8 @@ from typing import Any
 from samebit.config import Config
 from samebit.config_dump import dump
 from samebit.config_io import from_tables, read_table
+from samebit.option_table import build_options
 from samebit.study.tiny import Warmup
-from samebit.tasks._config import build_config
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 
@@ -111,12 +111,12 @@ def load_study(path: str | Path, out: str = "") -> Study:
         raise ValueError(
             f"{path}: unknown key {unknown[0]!r}; a study has [study], [warmup], [base] and [[arm]]"
         )
-    header = build_config(Header, table.get("study", {}), f"{path}: [study]")
+    header = build_options(Header, table.get("study", {}), f"{path}: [study]")
     if out:
         header = dataclasses.replace(header, out=out)
     warmup = None
     if "warmup" in table:
-        warmup = build_config(Warmup, table["warmup"], f"{path}: [warmup]")
+        warmup = build_options(Warmup, table["warmup"], f"{path}: [warmup]")
     base = _base(path, table, header, warmup)
     arms = _arms(path, table.get("arm"), header)
     jobs = tuple(_job(path, base, arm, seed, header) for seed in header.seeds for arm in arms)

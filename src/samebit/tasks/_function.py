@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Literal
 
-from samebit.tasks._config import nearest
+from samebit.option_table import nearest
 from samebit.tasks._stats import RewardStats
 from samebit.types import Prompt
 
@@ -36,7 +36,7 @@ def load_function(path: str) -> Callable[..., Any]:
     module = _load_file(place, path) if place.endswith(".py") else _load_module(place, path)
     if name not in vars(module):
         known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise ValueError(f"reward_function = {path!r}: no {name!r} there.{nearest(name, known)}")
+        raise ValueError(f"reward_function = {path!r}: no {name!r} there{nearest(name, known)}")
     function = vars(module)[name]
     if not callable(function):
         raise ValueError(f"reward_function = {path!r}: {name!r} cannot be called.")
@@ -156,7 +156,7 @@ class RewardFunction:
                 continue
             raise ValueError(
                 f"reward function {self._path} needs {parameter.name!r}, which is no column of "
-                f"this task.{nearest(parameter.name, given)}"
+                f"this task{nearest(parameter.name, given)}"
             )
 
     def _trl(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | None]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from samebit.tasks._config import nearest
+from samebit.option_table import nearest
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -40,7 +40,7 @@ def pick(values: Mapping[str, Any], path: str) -> Any:
         if not isinstance(current, Mapping) or part not in current:
             inside = f" inside {'.'.join(walked)!r}" if walked else ""
             found = sorted(map(str, current)) if isinstance(current, Mapping) else []
-            raise BadRowError(f"no column {part!r}{inside}.{nearest(part, found)}")
+            raise BadRowError(f"no column {part!r}{inside}{nearest(part, found)}")
         walked.append(part)
         current = current[part]
     return current

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from samebit.modules import import_named
-from samebit.tasks._config import build_config, nearest
+from samebit.option_table import build_options, nearest
 from samebit.tasks._function import RewardFunction
 from samebit.tasks._stats import RewardStats
 from samebit.types import Prompt
@@ -267,11 +267,11 @@ def load_task(name: str, table: Mapping[str, Any], seed: int | None = None) -> T
     elif "." in name:
         path = name
     else:
-        raise ValueError(f"unknown task {name!r}.{nearest(name, task_names())}")
+        raise ValueError(f"unknown task {name!r}{nearest(name, task_names())}")
     module = import_named(path, "task")
     for attribute in ("Config", "Task"):
         if not hasattr(module, attribute):
             raise ValueError(f"task {name!r}: module {path} does not define {attribute}.")
     if seed is not None:
         table = {"seed": seed} | dict(table)
-    return module.Task(build_config(module.Config, table, f"task {name}"))
+    return module.Task(build_options(module.Config, table, f"task {name}"))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
-from samebit.tasks._config import nearest
+from samebit.option_table import nearest
 from samebit.tasks._gym_scorers import Scorer, make_scorer
 from samebit.tasks.api import Message, Row, Split, TaskBase, TaskConfig
 from samebit.tasks.grading.extract import ExtractRule, extract_answer
@@ -227,11 +227,11 @@ def _open_dataset(name: str, parameters: Mapping[str, Any]) -> tuple[Any, int]:
     from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:
-        raise ValueError(f"dataset = {name!r}: not in reasoning-gym.{nearest(name, DATASETS)}")
+        raise ValueError(f"dataset = {name!r}: not in reasoning-gym{nearest(name, DATASETS)}")
     known = {item.name for item in dataclasses.fields(DATASETS[name][1])} - {"seed", "size"}
     for key in parameters:
         if key not in known:
-            raise ValueError(f"parameters.{key}: not a parameter of {name}.{nearest(key, known)}")
+            raise ValueError(f"parameters.{key}: not a parameter of {name}{nearest(key, known)}")
     try:
         dataset = reasoning_gym.create_dataset(name, seed=0, **parameters)  # type: ignore[reportAttributeAccessIssue]
         try:
