@@ -189,6 +189,25 @@ def test_a_reward_function_that_raises_stops_with_its_own_error(file: Path, tmp_
 
 
 @pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to"), "CUDA out of memory"),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
+            "CUDA",
+        ),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), "Triton Error [CUDA]: out of memory"),
+        (RuntimeError("shapes do not match"), None),
+    ],
+)
+def test_what_running_out_of_memory_looks_like(error: RuntimeError, said: str | None):
+    from samebit.run_checks import out_of_memory
+
+    found = out_of_memory(error)
+    assert found is None if said is None else (found or "").startswith(said)
+
+
+@pytest.mark.parametrize(
     ("phase", "named"),
     [
         ("rollout", "rollout.max_batch or rollout.cache_tokens"),

@@ -121,9 +121,11 @@ class TrainConfig:
     """AdamW's moments: 8 bytes a parameter; 2; or 8 in pinned host memory, brought in slice by slice."""
     micro_batch_tokens: int = 4096
     """Packed tokens in one forward-backward; a group is never split, so a larger one stands alone."""
-    recompute: Literal["none", "codes", "mlp", "block"] = "none"
-    """What the backward makes again to save memory: nothing dear, FP8 and INT8 codes too, gate and up
-    too, all of a block but its residual sums. Gradients keep their bits."""
+    recompute: Literal["auto", "none", "codes", "mlp", "block"] = "auto"
+    """What the backward makes again to save memory: nothing, the operands of GEMMs, gate and up too,
+    all of a block but its residual sums; auto: as little as fits. Gradients keep their bits."""
+    memory_gib: float = 0.0
+    """Device memory that a run is planned into; 0: 95 % of what is free at its start."""
     invariant_scale: float = 1.0
     """QuRL's update-aware scaling s: linears after a norm are divided by s, the gain multiplied."""
     role_learning_rates: Mapping[str, float] = field(default_factory=dict)

@@ -32,10 +32,16 @@ from samebit.models.load import freeze, load_model, plan_for
 from samebit.models.source import fingerprint
 from samebit.models.source import resolve as resolve_model
 from samebit.models.tokenizer import Tokenizer
-from samebit.quant.ops import get_ops, missing_for_cuda
 from samebit.quant.plan import load_recipe
 from samebit.reporter import Reporter
-from samebit.run_checks import Checks, planned_memory
+from samebit.run_checks import (
+    Checks,
+    available_memory,
+    choose_device,
+    out_of_memory,
+    planned_memory,
+    set_threads,
+)
 from samebit.signals import Signals
 from samebit.train import checkpoint
 from samebit.train.checkpoint import Progress
@@ -64,15 +70,18 @@ class Run:
         model_folder = resolve_model(config.model)
         self.fingerprint = fingerprint(model_folder)
         device = choose_device(config)
-        self.memory = planned_memory(config, checks, model_folder)
-        if device.type == "cuda":
-            report.note(self.memory.describe(torch.cuda.get_device_properties(device).total_memory))
-        self.model = load_model(model_folder, checks.recipe, device)
-        self._check_plan(resume)
-        scale_at_start(self.model, config)
-        self.tokenizer = Tokenizer(model_folder, self.model.config)
-        self.task.bind(self.tokenizer)
-        self.trainer = build_trainer(self.model, config, checks, model_folder)
+        available = available_memory(config, device)
+        self.memory = planned_memory(config, checks, model_folder, available)
+        if available is not None:
+            report.note(self.memory.describe(available))
+        with self._within_memory("load"):
+            self.model = load_model(model_folder, checks.recipe, device)
+            self.model.recompute = self.memory.recompute
+            self._check_plan(resume)
+            scale_at_start(self.model, config)
+            self.tokenizer = Tokenizer(model_folder, self.model.config)
+            self.task.bind(self.tokenizer)
+            self.trainer = build_trainer(self.model, config, checks, model_folder)
         self.engine = load_engine(config.rollout.engine)(
             self.model, config.rollout, self.tokenizer, config.seed
         )
@@ -153,7 +162,9 @@ class Run:
     def _train(self) -> None:
         config = self.config
         if self.progress.step == 0 and config.eval.every:
-            self.metrics_log.write(0, first := self.evaluate())
+            with self._within_memory("evaluation"):
+                first = self.evaluate()
+            self.metrics_log.write(0, first)
             self.report.step(0, config.train.steps, first)
         if self.pending:
             self._finish_step()
@@ -164,15 +175,18 @@ class Run:
             self._finish_step()
 
     @contextmanager
-    def _within_memory(self) -> Iterator[None]:
+    def _within_memory(self, phase: str = "") -> Iterator[None]:
         """Turn running out of device memory into the name of the setting to change."""
         try:
             yield
-        except torch.OutOfMemoryError as error:
-            phase = self.clock.open_phase
+        except RuntimeError as error:
+            if (what := out_of_memory(error)) is None:
+                raise
+            phase = phase or self.clock.open_phase
+            step = 0 if phase == "load" else self.progress.step + 1
             raise ValueError(
-                f"the device ran out of memory in step {self.progress.step + 1}, phase {phase} "
-                f"({str(error).split('. ')[0]}): {self.memory.advice(phase)}"
+                f"the device ran out of memory in step {step}, phase {phase} ({what}): "
+                f"{self.memory.advice(phase)}"
             ) from error
 
     def _finish_step(self) -> None:
@@ -185,7 +199,8 @@ class Run:
             raise
         last = step == config.train.steps
         if config.eval.every and (last or step % config.eval.every == 0):
-            metrics = metrics | self.evaluate()
+            with self._within_memory("evaluation"):
+                metrics = metrics | self.evaluate()
         with self.signals.shield():
             self.metrics_log.write(step, metrics)
             self.pending = {}
@@ -352,21 +367,6 @@ def without_empty(groups: Sequence[Group]) -> list[Group]:
 def held_out(task: Any, limit: int) -> list[Prompt]:
     """The first `limit` held-out prompts, or all there are."""
     return task.prompts("held_out", 0, min(limit, task.held_out_count))
-
-
-def choose_device(config: Config) -> torch.device:
-    """run.device as a torch device, ValueError where it cannot be used; auto is the GPU or the CPU."""
-    if config.run.device != "auto":
-        get_ops(torch.device(config.run.device))  # refuses, before it is asked for its memory
-        return torch.device(config.run.device)
-    missing = missing_for_cuda(torch.device("cuda"))
-    return torch.device("cuda" if missing is None else "cpu")
-
-
-def set_threads(config: Config) -> None:
-    """Apply run.threads (part of a CPU run's numerics)."""
-    if config.run.threads:
-        torch.set_num_threads(config.run.threads)
 
 
 def scale_at_start(model: Decoder, config: Config) -> None:

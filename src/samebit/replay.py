@@ -13,10 +13,11 @@ import torch
 from samebit.bundle import Bundle, environment, read_bundle
 from samebit.diagnosis import diagnose_mismatch, first_nonfinite, token_faults
 from samebit.engine.api import load_engine
-from samebit.loop import Checks, build_trainer, choose_device, set_threads
+from samebit.loop import build_trainer
 from samebit.models.load import load_model
 from samebit.models.source import resolve
 from samebit.models.tokenizer import Tokenizer
+from samebit.run_checks import Checks, choose_device, set_threads
 from samebit.train.checkpoint import load_weights, problem_of, trainer_state
 from samebit.train.step import Rollout, Trainer
 from samebit.types import Group

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
+
+import torch
 
 from samebit.config import Config
 from samebit.models.config import read_config
 from samebit.models.load import plan_for
+from samebit.models.source import resolve
 from samebit.quant.flow import is_unified
+from samebit.quant.ops import get_ops, missing_for_cuda
 from samebit.quant.plan import load_recipe
 from samebit.rl.checks import check_pair
 from samebit.rl.registry import load_algorithm, load_correction
 from samebit.tasks.api import load_task
-from samebit.train.memory import MemoryPlan, plan_memory
+from samebit.train.memory import GIB, SHARE, MemoryPlan, parameter_count, plan_memory
 from samebit.types import Sampling
 
 log = logging.getLogger(__name__)
@@ -54,8 +59,63 @@ class Checks:
         self.task = load_task(config.task.name, config.task.options, config.seed)
 
 
-def planned_memory(config: Config, checks: Checks, folder: Path) -> MemoryPlan:
+def choose_device(config: Config) -> torch.device:
+    """run.device as a torch device, ValueError where it cannot be used; auto is the GPU or the CPU."""
+    if config.run.device != "auto":
+        get_ops(torch.device(config.run.device))  # refuses, before it is asked for its memory
+        return torch.device(config.run.device)
+    missing = missing_for_cuda(torch.device("cuda"))
+    return torch.device("cuda" if missing is None else "cpu")
+
+
+def set_threads(config: Config) -> None:
+    """Apply run.threads (part of a CPU run's numerics)."""
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+
+
+def available_memory(config: Config, device: torch.device) -> int | None:
+    """Bytes of the device that a run is planned into; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    if config.train.memory_gib:
+        return int(config.train.memory_gib * GIB)
+    return int(torch.cuda.mem_get_info(device)[0] * SHARE)
+
+
+def planned_memory(
+    config: Config, checks: Checks, folder: Path, available: int | None = None
+) -> MemoryPlan:
     """What the run will take, from the model's shape alone."""
     model = read_config(folder)
     needs = checks.algorithm.needs | checks.correction.needs
-    return plan_memory(model, plan_for(checks.recipe, model), config, frozenset(needs))
+    plan = plan_for(checks.recipe, model)
+    return plan_memory(model, plan, config, frozenset(needs), available)
+
+
+def foresee(config: Config) -> Iterator[str]:
+    """Lines for people: the device, the model and the memory of a run that is not made.
+
+    ValueError where the run itself would be refused: a device or a model that is not there.
+    """
+    checks = Checks(config)
+    checks.task.close()
+    device = choose_device(config)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "reference kernels"
+    yield f"device: {device} ({name})"
+    folder = resolve(config.model)
+    model = read_config(folder)
+    count = parameter_count(model, plan_for(checks.recipe, model))
+    yield f"model: {model.family} with {count:,} parameters in {folder}"
+    available = available_memory(config, device)
+    yield planned_memory(config, checks, folder, available).describe(available or 0)
+
+
+def out_of_memory(error: RuntimeError) -> str | None:
+    """What was asked for in vain, when the error says that a device has no memory left."""
+    text = str(error)
+    known = isinstance(error, torch.OutOfMemoryError)
+    # cuBLAS and the driver's loader have errors of their own for it
+    if not known and "ALLOC_FAILED" not in text and "out of memory" not in text:
+        return None
+    return text.split(". ")[0].splitlines()[0]

@@ -63,9 +63,25 @@ def test_shortcuts_and_overrides_reach_the_loop(
 
 def test_dry_run_prints_what_would_run(file: str, calls: list[Any], capsys: Any, tmp_path: Path):
     assert main(["train", file, "--dry-run", "--steps", "3"]) == 0
-    out = tmp_path / "again.toml"
-    out.write_text(capsys.readouterr().out)
+    out, said = tmp_path / "again.toml", capsys.readouterr()
+    out.write_text(said.out)
     assert load(out) == load(file, [("steps", "3")]) and not calls
+    assert "device: cpu" in said.err and "llama with 134,515,008 parameters" in said.err
+    assert "FP32 masters" in said.err
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--model", "nowhere/at all"], "model 'nowhere/at all': no such folder"),
+        (["--run.device", "cuda:7"], "device cuda:7 cannot be used"),
+    ],
+)
+def test_dry_run_refuses_what_the_run_would(
+    file: str, calls: list[Any], capsys: Any, args: list[str], said: str
+):
+    assert main(["train", file, "--dry-run", *args]) == 2
+    assert said in capsys.readouterr().err and not calls
 
 
 @pytest.mark.parametrize(

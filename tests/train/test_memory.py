@@ -118,6 +118,55 @@ def test_the_largest_lever_is_named():
     assert "more than the" in many.describe(1000) and "are left" in many.describe(1 << 40)
 
 
+def test_auto_makes_as_little_again_as_fits():
+    model = replace(QWEN3, layers=10)
+    plan = plan_for(load_recipe("fp8"), model)
+    config = settings(micro_batch_tokens=512)
+
+    def planned(available: int | None, **train):
+        return plan_memory(
+            model, plan, settings(micro_batch_tokens=512, **train), frozenset(), available
+        )
+
+    totals = {level: planned(None, recompute=level).total for level in LEVELS}
+    assert config.train.recompute == "auto"
+    assert planned(None).recompute == planned(totals["none"]).recompute == ("none",) * 10
+    for level in LEVELS[1:]:
+        assert planned(totals[level]).recompute == (level,) * 10
+    step = (totals["codes"] - totals["mlp"]) // 10
+    mixed = planned(totals["codes"] - 3 * step)
+    assert mixed.recompute == ("mlp",) * 3 + ("codes",) * 7
+    assert mixed.total == totals["codes"] - 3 * step
+    assert mixed.describe_recompute() == "mlp in 3 blocks, codes in 7 blocks"
+    one_more = planned(totals["codes"] - 3 * step - 1)
+    assert one_more.recompute == ("mlp",) * 4 + ("codes",) * 6
+    lost = planned(totals["block"] - 1)
+    assert lost.recompute == ("block",) * 10
+    assert "more than the" in lost.describe(totals["block"] - 1)
+    room = planned(None, recompute="codes").describe(totals["codes"] + 3 * mixed_row(model, plan))
+    assert "packs of up to 515 tokens" in room
+
+
+def mixed_row(model: ModelConfig, plan) -> int:
+    """Bytes of one more row of a pack, every block at `codes`."""
+    two = [
+        plan_memory(model, plan, settings(micro_batch_tokens=n, recompute="codes")).total
+        for n in (512, 513)
+    ]
+    return two[1] - two[0]
+
+
+def test_blocks_may_differ_in_what_they_make_again():
+    config = replace(QWEN3, layers=3)
+    model = random_model(config, "fp8")
+    layout, grads = PackedLayout((Segment(0, TOKENS),)), []
+    for model.recompute in ("none", ("block", "mlp", "none")):
+        model(torch.arange(TOKENS), layout, "train").float().square().sum().backward()
+        grads.append([p.grad for p in model.parameters()])
+        model.zero_grad(set_to_none=True)
+    assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
 def test_a_group_larger_than_the_budget_counts_whole():
     plan = plan_for(load_recipe("bf16"), MODEL)
     config = settings(micro_batch_tokens=10)

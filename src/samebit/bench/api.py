@@ -10,12 +10,14 @@ import fnmatch
 import importlib
 import pkgutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 Call = Callable[[], object]
+Records = Mapping[str, Mapping[str, Mapping[str, Any]]]
+"""Rows by suite and name, as they are in the folder of the records."""
 NEAR = 0.05
 GROUPS = ("kernels", "rollout", "step")
 
@@ -37,7 +39,8 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Case:
-    """One row. Either `prepare`, whose calls are interleaved, or `measure`, which does all of it.
+    """One row. Either `prepare`, whose calls are interleaved, or `measure`, which does all of it, or
+    `derive`, which makes it of other rows and needs no card.
 
     warm: launches every kernel that `measure` will, in little memory; run by processes that compile.
     """
@@ -46,6 +49,7 @@ class Case:
     prepare: Callable[[], Prepared] | None = None
     measure: Callable[[], dict[str, Any]] | None = None
     warm: Callable[[], object] | None = None
+    derive: Callable[[Records], dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ def run_cases(
     """Measure case by case until `seconds` have passed; a case that fails is named and stops no other."""
     run, end = Run(), clock() + seconds
     for case in cases:
-        if clock() >= end:
+        if clock() >= end and case.derive is None:
             run.left.append(case.name)
             continue
         try:

@@ -41,6 +41,8 @@ MODELS = {
 """Shapes as published; positions beyond a bench's are not allocated."""
 PROMPT = 128
 """Prompt tokens of each sequence; the rest is its completion."""
+PACK = 16384
+"""Tokens of a pack, where a bench does not say otherwise."""
 
 
 def shape_of(name: str, layers: int = 0, positions: int = 16384) -> ModelConfig:

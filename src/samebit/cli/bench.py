@@ -47,7 +47,8 @@ def run(args: Sequence[str]) -> int:
         _print_table(suites, out)
         return 0
     cases = list(api.every_case(suites, patterns, found.flag("targets")))
-    _require_gpu(name)
+    if any(case.derive is None for _, case in cases):
+        _require_gpu(name)
     return _measure(found, suites, cases, out)
 
 
@@ -72,15 +73,22 @@ def _measure(
     seconds = found.number("seconds", 300)
     workers = found.number("workers", 8, least=0)
     runner.compile_in_advance(list(suites), [case.name for _, case in cases], workers, seconds / 2)
-    about = records.provenance(found.text("commit"))
+    derived = all(case.derive for _, case in cases)
+    about = {} if derived else records.provenance(found.text("commit"))
     file_of = {case.name: out / api.file_name(suite, suites[suite]) for suite, case in cases}
 
     def keep(case: Any, fields: dict[str, Any]) -> None:
-        record = {"row": case.name, **records.rounded(fields), **about}
+        record = {"row": case.name, **records.rounded(fields), **({} if case.derive else about)}
         records.add(file_of[case.name], record)
         print(f"{case.name:44s} {_short(records.rounded(fields))}", flush=True)
 
-    done = api.run_cases((case for _, case in cases), runner.measure, seconds, keep)
+    def measure(case: Any) -> dict[str, Any]:
+        if case.derive is None:
+            return runner.measure(case)
+        files = {n: out / api.file_name(n, api.load_suite(n)) for n in api.suite_names()}
+        return case.derive({name: records.read(path) for name, path in files.items()})
+
+    done = api.run_cases((case for _, case in cases), measure, seconds, keep)
     for row, error in done.failed.items():
         print(f"FAILED {row}: {error}")
     if done.left:

@@ -67,10 +67,10 @@ def _exported_recipe(folder: Path) -> list[tuple[str, str]]:
 
 def load_policy(target: Target, recipe: str | None = None) -> tuple[Decoder, Tokenizer, Path]:
     """(model under the recipe, tokenizer, folder the model came from)."""
-    from samebit.loop import choose_device, set_threads
     from samebit.models.load import load_model
     from samebit.models.source import resolve
     from samebit.quant.plan import load_recipe
+    from samebit.run_checks import choose_device, set_threads
     from samebit.train.checkpoint import load_weights
 
     chosen = load_recipe(recipe or target.config.recipe)

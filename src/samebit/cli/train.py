@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from samebit.cli.arguments import Option, expect, parse
 from samebit.cli.keys import key_help
 from samebit.cli.validate import validate
+from samebit.config import Config
 from samebit.config_io import load, origin_of
 from samebit.reporter import Reporter, last_line
 
 USAGE = "samebit train FILE [--recipe NAME] [--steps N] [--out DIR] [--resume] [--any.key VALUE]"
 OPTIONS = (
     Option("resume", "", "continue the run in run.out from its last checkpoint"),
-    Option("dry-run", "", "check all but the model itself, print the resolved configuration, stop"),
+    Option(
+        "dry-run",
+        "",
+        "check everything, print the configuration, device, model and memory, and stop",
+    ),
     Option("quiet", "", "no progress and no line per step"),
 )
 SHORT_HELP = (
@@ -35,10 +41,7 @@ def run(args: Sequence[str]) -> int:
     config = load(path, found.overrides)
     validate(config, origin_of(path, found.overrides))  # the loop repeats its warnings
     if found.flag("dry-run"):
-        from samebit.config_dump import dump
-
-        print(dump(config), end="")
-        return 0
+        return _say_what_would_run(config)
     from samebit.loop import train
 
     reporter = Reporter(quiet=found.flag("quiet"))
@@ -47,6 +50,17 @@ def run(args: Sequence[str]) -> int:
     finally:
         reporter.close()
     _conclude(config.run.out)
+    return 0
+
+
+def _say_what_would_run(config: Config) -> int:
+    """The configuration on stdout, so that it can be kept; device, model and memory on stderr."""
+    from samebit.config_dump import dump
+    from samebit.run_checks import foresee
+
+    print(dump(config), end="", flush=True)
+    for line in foresee(config):
+        print(line, file=sys.stderr)
     return 0
 
 

@@ -2,9 +2,9 @@
 
 A half takes the residual stream and the update that is still to be added to it, and returns the sum
 and its own update: so the add, the norm and the quantisation are one kernel. Between forward and
-backward live the residual sums (BF16), the codes that GEMMs read and what nothing cheap remakes;
-never the norm's BF16 output or the product SiLU * up. What `Recompute` drops is made again by the
-same operators, so its bits are the same.
+backward live the residual sums (BF16), the operands of GEMMs (codes, where they are quantised: then
+neither the norm's BF16 output nor the product SiLU * up) and what nothing cheap remakes. What
+`Recompute` drops is made again by the same operators, so its bits are the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Tap = Callable[[str, torch.Tensor], None]
 """Called with (operator path, its output) after every operator; see `samebit trace`."""
 
 Recompute = Literal["none", "codes", "mlp", "block"]
-"""What a backward makes again: nothing dear, codes too, gate and up too, all but residual sums."""
+"""What a backward makes again: nothing, operands of GEMMs, gate and up too, all but residual sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +135,9 @@ def _multiply_parts(ops: Any, operand: Operand, use: LinearUse) -> tuple[torch.T
     return ops.gemm_parts(operand, use.weight, use.spec, use.bias)
 
 
-def _codes(call: ForwardCall, operand: Operand) -> Operand | None:
-    """What is kept of an operand: its codes. A BF16 one is a whole tensor that one kernel remakes."""
-    return None if operand.scale is None or call.recompute != "none" else operand
+def _kept_operand(call: ForwardCall, operand: Operand) -> Operand | None:
+    """The operand where nothing is made again; else None: one pass over what is kept makes it."""
+    return operand if call.recompute == "none" else None
 
 
 def _linear_backward(
@@ -231,7 +231,7 @@ class _AttentionHalf(Function):
             # with QK norm the projections are needed anyway, and one kernel makes the heads of them
             nothing = (None, None, None)
             shown = (*nothing, *heads) if half.gains is None else (*qkv, *nothing)
-            codes, out_codes = _codes(call, operand), _codes(call, out_operand)
+            codes, out_codes = _kept_operand(call, operand), _kept_operand(call, out_operand)
             keep(ctx, total, aux, codes, *shown, attended, lse, out_codes)
         return total, y_TK
 
@@ -311,7 +311,7 @@ class _MlpHalf(Function):
         y_TK = _multiply(ops, product, half.down)
         ctx.half = half
         both = (gate, up) if call.recompute in ("none", "codes") else (None, None)
-        keep(ctx, total, aux, _codes(call, operand), *both, _codes(call, product))
+        keep(ctx, total, aux, _kept_operand(call, operand), *both, _kept_operand(call, product))
         return total, y_TK
 
     @staticmethod

@@ -7,6 +7,7 @@ says whether QKV has a bias and whether queries and keys are normalised.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -148,8 +149,9 @@ class Decoder(nn.Module):
         self.register_buffer(
             "norm_final_bf16", self.norm_final.detach().bfloat16(), persistent=False
         )
-        self.recompute: Recompute = "none"
-        """What the backward makes again instead of keeping it; gradients have the same bits."""
+        self.recompute: Recompute | tuple[Recompute, ...] = "none"
+        """What the backward makes again instead of keeping it, for all blocks or block by block;
+        gradients have the same bits."""
         self.head = (
             self.embedding if config.tied else nn.Parameter(torch.zeros_like(self.embedding))
         )
@@ -192,6 +194,10 @@ class Decoder(nn.Module):
         raw = torch.zeros(-(-num_rows // size) * record, dtype=torch.uint8, device=self.device)
         return PageStore(c.layers, size, c.kv_heads, c.head_dim, precision, raw)
 
+    def _recompute_by_block(self) -> tuple[Recompute, ...]:
+        chosen = self.recompute
+        return (chosen,) * len(self.layers) if isinstance(chosen, str) else chosen
+
     def forward(
         self,
         ids_T: torch.Tensor,
@@ -210,13 +216,13 @@ class Decoder(nn.Module):
         rotation = Rotation(
             c.heads, c.kv_heads, c.head_dim, layout.positions, self.cos, self.sin, c.rms_eps
         )
-        call = ForwardCall(
-            self.ops, layout, cache, side, flow.attention, rotation, self.recompute, tap
-        )
+        call = ForwardCall(self.ops, layout, cache, side, flow.attention, rotation, "none", tap)
+        modes = self._recompute_by_block()
+        calls = {mode: replace(call, recompute=mode) for mode in set(modes)}
         x = embed(ids_T, self.embedding, self.ops)
         update: torch.Tensor | None = None
-        for block in self.layers:
-            x, update = block(x, update, call)
+        for block, mode in zip(self.layers, modes, strict=True):
+            x, update = block(x, update, calls[mode])
         assert update is not None
         gain, rounded = self.norm_final, self.norm_final_bf16
         y, total = add_rms_norm(x, update, gain, rounded, c.rms_eps, self.ops)

@@ -23,10 +23,11 @@ import torch
 from samebit.config import RolloutConfig
 from samebit.engine.api import load_engine
 from samebit.log import Reporter, read_json_lines
-from samebit.loop import Run, held_out, set_threads
+from samebit.loop import Run, held_out
 from samebit.models.decoder import Decoder
 from samebit.models.load import named_masters, plan_for
 from samebit.quant.plan import load_recipe
+from samebit.run_checks import set_threads
 from samebit.study.plan import Job, Study
 from samebit.study.tiny import warm_up
 from samebit.tasks.api import load_task

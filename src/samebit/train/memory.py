@@ -7,10 +7,13 @@ temporaries of one block are an allowance.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
-from samebit.config import Config
+from samebit.config import Config, TrainConfig
 from samebit.formats import BLOCK, get_format
+from samebit.layers.block import Recompute
 from samebit.layers.kv import row_bytes
 from samebit.models.config import ModelConfig
 from samebit.operand import pad_to_block
@@ -23,8 +26,10 @@ _HEAD_CHUNK = 33 * 128
 """Ids of the vocabulary whose gradient exists at a time (kernels/head_backward.py)."""
 _SLICES = 4 << 28
 """Moments of two slices on the device with optimizer_states = "host" (train/states_host.py)."""
-LEVELS = ("none", "codes", "mlp", "block")
+LEVELS: tuple[Recompute, ...] = ("none", "codes", "mlp", "block")
 """train.recompute, from what keeps most to what keeps least."""
+SHARE = 0.95
+"""Of the free memory, what a plan may fill: the rest is for graphs, workspaces and split blocks."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,12 @@ class MemoryPlan:
     """The parts of a run in order; `total` of the device's."""
 
     parts: tuple[Part, ...]
+    recompute: tuple[Recompute, ...] = ()
+    """What each block makes again (train.recompute; "auto" resolved)."""
+    tokens: int = 0
+    """Rows of the largest pack."""
+    per_token: int = 0
+    """Bytes that one more row of a pack would take."""
 
     @property
     def total(self) -> int:
@@ -71,20 +82,35 @@ class MemoryPlan:
                 lever = f"  less with {p.lever}: -{_gib(p.saves)}" if p.lever and p.saves else ""
                 lines.append(f"  {p.name:38s} {_gib(p.size)}{where}{lever}")
         lines.append(f"  {'training, together':38s} {_gib(self.total)}")
+        lines.append(f"  a backward makes again: {self.describe_recompute()}")
         if available:
-            left = available - self.total
-            verdict = f"{_gib(left)} of {_gib(available)} are left"
-            if left < 0:
-                lever = self.largest_lever
-                use = "" if lever is None else f"; most is won with {lever.lever}"
-                verdict = f"{_gib(-left)} more than the {_gib(available)} there are{use}"
-            lines.append(f"  {verdict.strip()}")
+            lines.append(f"  {self._verdict(available)}")
         return "\n".join(lines)
 
+    def describe_recompute(self) -> str:
+        """`codes`, or `mlp in 12 blocks, codes in 24`."""
+        counts = [(level, self.recompute.count(level)) for level in reversed(LEVELS)]
+        counts = [(level, count) for level, count in counts if count]
+        if len(counts) == 1:
+            return counts[0][0]
+        return ", ".join(f"{level} in {count} blocks" for level, count in counts)
+
+    def _verdict(self, available: int) -> str:
+        left = available - self.total
+        if left >= 0:
+            room = f"{_gib(left)} of {_gib(available)} are left".strip()
+            packs = self.tokens + left // max(1, self.per_token)
+            return f"{room}: packs of up to {packs:,} tokens (train.micro_batch_tokens) fit"
+        lever = self.largest_lever
+        use = "" if lever is None else f"; most is won with {lever.lever}"
+        return f"{_gib(-left)} more than the {_gib(available)} there are{use}".strip()
+
     def advice(self, phase: str) -> str:
-        """What to change after the device ran out of memory in a phase (rollout or train)."""
-        if phase == "rollout":
+        """What to change after the device ran out of memory in a phase (load, rollout, train, ...)."""
+        if phase in ("rollout", "evaluation", "canary"):
             return "lower rollout.max_batch or rollout.cache_tokens"
+        if phase == "load":
+            return "the model does not fit beside what else is on the device; free it, or train a smaller one"
         lever = self.largest_lever
         if lever is None:
             return "lower train.micro_batch_tokens"
@@ -105,9 +131,9 @@ def _weight_bytes(shape: LinearShape, precision: Precision) -> int:
 
 
 def _operand_bytes(features: int, precision: Precision) -> int:
-    """Bytes a token of a linear's input as codes; 0 for BF16, which is made again."""
+    """Bytes a token of a linear's input as its GEMM reads it."""
     if precision.block is None:
-        return 0
+        return 2 * features
     k = pad_to_block(features)
     scales = 1 if precision.block == (1, 0) else k // BLOCK
     return k * get_format(precision.format).bytes + 4 * scales
@@ -130,12 +156,13 @@ def activation_bytes(model: ModelConfig, plan: Plan, recompute: str) -> int:
     kept += 2 * 2 * model.intermediate  # gate and up
     if recompute == "codes":
         return kept
-    inputs = (
+    inputs = [
         (model.hidden, flow.qkv),
-        (query, flow.out),
         (model.hidden, flow.gate_up),
         (model.intermediate, flow.down),
-    )
+    ]
+    if flow.out.lhs.block is not None:  # in BF16 it is attention's output itself
+        inputs.append((query, flow.out))
     return kept + sum(_operand_bytes(width, gemm.lhs) for width, gemm in inputs)
 
 
@@ -197,41 +224,87 @@ def _frozen(model: ModelConfig, plan: Plan, needs: frozenset[str]) -> list[Part]
     return parts
 
 
+def _recompute_for(each: Mapping[Recompute, int], layers: int, room: int) -> tuple[Recompute, ...]:
+    """The least that leaves at most `room` bytes kept: the first blocks make more again than the rest.
+
+    each: bytes that one block keeps at a level.
+    """
+    for low, high in pairwise(LEVELS):
+        over = layers * each[low] - room
+        more = max(0, -(-over // max(1, each[low] - each[high])))
+        if more <= layers:
+            return (high,) * more + (low,) * (layers - more)
+    return (LEVELS[-1],) * layers
+
+
+def _kept(
+    model: ModelConfig,
+    plan: Plan,
+    train: TrainConfig,
+    tokens: int,
+    largest_group: int,
+    room: int | None,
+) -> tuple[Part, tuple[Recompute, ...]]:
+    """What stays between forward and backward, and what each block makes again."""
+    each: dict[Recompute, int] = {
+        level: activation_bytes(model, plan, level) * tokens for level in LEVELS
+    }
+    if train.recompute != "auto":
+        chosen: tuple[Recompute, ...] = (train.recompute,) * model.layers
+    else:
+        limited = sum(each.values()) * model.layers if room is None else room
+        chosen = _recompute_for(each, model.layers, limited)
+    size = sum(each[level] for level in chosen)
+    lever, saves = "", 0
+    if train.recompute not in ("auto", LEVELS[-1]):
+        level = LEVELS[LEVELS.index(train.recompute) + 1]
+        lever, saves = f'train.recompute = "{level}"', size - each[level] * model.layers
+    half = train.micro_batch_tokens // 2
+    if tokens == train.micro_batch_tokens > largest_group and size // 2 > saves:
+        lever = f"train.micro_batch_tokens = {half}"
+        saves = (size + _passing_bytes(model) * tokens) // 2
+    return Part(f"kept for backward, {tokens:,} tokens", size, lever, saves), chosen
+
+
 def plan_memory(
-    model: ModelConfig, plan: Plan, config: Config, needs: frozenset[str] = frozenset()
+    model: ModelConfig,
+    plan: Plan,
+    config: Config,
+    needs: frozenset[str] = frozenset(),
+    available: int | None = None,
 ) -> MemoryPlan:
-    """What `config` will take for this model and plan. needs: of the algorithm and its correction."""
+    """What `config` will take for this model and plan. needs: of the algorithm and its correction.
+
+    available: bytes that train.recompute = "auto" fits the plan into; None: there is enough.
+    """
     train, count = config.train, parameter_count(model, plan)
     largest_group = config.rl.group_size * config.rollout.max_tokens
     tokens = max(train.micro_batch_tokens, largest_group)
-    each = activation_bytes(model, plan, train.recompute) * model.layers
-    kept, passing = each * tokens, _passing_bytes(model) * tokens
-    lever, saves = "", 0
-    if train.recompute != LEVELS[-1]:
-        level = LEVELS[LEVELS.index(train.recompute) + 1]
-        lever = f'train.recompute = "{level}"'
-        saves = kept - activation_bytes(model, plan, level) * model.layers * tokens
-    half = train.micro_batch_tokens // 2
-    if tokens == train.micro_batch_tokens > largest_group and kept // 2 > saves:
-        lever, saves = f"train.micro_batch_tokens = {half}", (kept + passing) // 2
-    completion = min(tokens, max(largest_group, tokens))
+    passing = _passing_bytes(model)
     logits = 2 * model.vocab_size if plan.recipe.train.head.library else 0
-    head = completion * (logits + 2 * min(_HEAD_CHUNK, model.vocab_size) + 6 * model.hidden)
+    head = logits + 2 * min(_HEAD_CHUNK, model.vocab_size) + 6 * model.hidden
     probe = min(CODES_LIMIT, _weights(model, plan)) + 4 * (count // max(1, model.layers))
+    standing = (
+        Part("FP32 masters", 4 * count),
+        Part(f"weights ({plan.recipe.name})", _weights(model, plan)),
+        Part("FP32 gradients", 4 * count),
+        *_moments(count, train.optimizer_states),
+    )
+    around = (
+        Part("temporaries of a block", passing * tokens),
+        Part("head, logits or a chunk of them", head * tokens),
+        Part("update metrics", probe),
+        *_frozen(model, plan, needs),
+    )
+    taken = sum(p.size for p in (*standing, *around) if not p.host)
+    room = None if available is None else available - taken
+    kept, chosen = _kept(model, plan, train, tokens, largest_group, room)
     precision = plan.recipe.rollout.attention.kv
     row = 2 * model.layers * model.kv_heads * row_bytes(model.head_dim, precision)
     cache = config.rollout.cache_tokens * row
     return MemoryPlan(
-        (
-            Part("FP32 masters", 4 * count),
-            Part(f"weights ({plan.recipe.name})", _weights(model, plan)),
-            Part("FP32 gradients", 4 * count),
-            *_moments(count, train.optimizer_states),
-            Part(f"kept for backward, {tokens:,} tokens", kept, lever, saves),
-            Part("temporaries of a block", passing),
-            Part("head, logits or a chunk of them", head),
-            Part("update metrics", probe),
-            *_frozen(model, plan, needs),
-            Part("KV cache", cache, "rollout.cache_tokens", cache),
-        )
+        (*standing, kept, *around, Part("KV cache", cache, "rollout.cache_tokens", cache)),
+        chosen,
+        tokens,
+        kept.size // tokens + passing + head,
     )

@@ -110,13 +110,13 @@ class Trainer:
         self.model, self.config = model, config
         self.algorithm, self.correction = algorithm, correction
         self.needs = algorithm.needs | correction.needs
-        model.recompute = config.train.recompute
+        if config.train.recompute != "auto":  # else whoever planned the memory has set it
+            model.recompute = config.train.recompute
         self.value: nn.Linear | None = None
         if "critic" in self.needs:
-            value = nn.Linear(model.config.hidden, 1, device=model.device)
+            self.value = value = nn.Linear(model.config.hidden, 1, device=model.device)
             for parameter in value.parameters():
                 nn.init.zeros_(parameter)
-            self.value = value
         r = config.rollout
         transform = Transform(r.temperature, r.top_k, r.top_p)
         if shadow is not None:

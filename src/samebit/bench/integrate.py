@@ -1,0 +1,115 @@
+"""A whole RL step of an 8B model made of measured parts: the decode grid and the training phase.
+
+Nothing is measured here. A decode step takes a + b x sequences + c x sequences x mean context, fitted
+through the recipe's rows of the grid with at least 32 sequences. As many sequences run at once as the
+engine's cache holds at their full length, so long answers come in waves (a part of a wave costs its
+part: there is always work to fill the places). Prompts are priced as a third of
+their training time (a forward). The training phase is the one measured at the same length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from samebit.bench.api import NEAR, Records
+
+SEQUENCES = 256
+PROMPT = 128
+GROUP = 8
+"""Samples that share a prompt in the cache."""
+BASE = "bf16-fast"
+CARD_GIB = 139.8
+"""What torch calls the memory of an H200."""
+LEAST_SEQUENCES = 32
+
+
+def fit_decode(rows: Mapping[str, Mapping[str, Any]]) -> tuple[list[float], float]:
+    """((a, b, c) of milliseconds by name `.../SEQUENCESxCONTEXT`, the largest error of the fit as a share)."""
+    import torch
+
+    points = []
+    for name, row in rows.items():
+        sequences, context = (int(n) for n in name.rsplit("/", 1)[1].split("x"))
+        if sequences >= LEAST_SEQUENCES:
+            points.append((sequences, context, float(row["ms"])))
+    if len(points) < 3:
+        raise ValueError(f"{len(points)} rows of the decode grid; three or more make a fit")
+    x = torch.tensor([[1.0, s, s * c] for s, c, _ in points], dtype=torch.float64)
+    y = torch.tensor([ms for _, _, ms in points], dtype=torch.float64)
+    # each point by its own share: a long step must not outvote a short one
+    solved = torch.linalg.lstsq(x / y[:, None], torch.ones(len(y), 1, dtype=torch.float64)).solution
+    error = float(((x @ solved)[:, 0] / y - 1).abs().max())
+    return solved[:, 0].tolist(), error
+
+
+def at_once(model: str, recipe: str, length: int) -> int:
+    """Sequences of `length` tokens that the engine's cache holds beside masters, moments and weights."""
+    import torch
+
+    from samebit.bench.training import settings, shape_of
+    from samebit.engine.native import AUTO_CACHE_SHARE
+    from samebit.layers.kv import page_bytes, page_size_for
+    from samebit.models.load import plan_for
+    from samebit.quant.plan import load_recipe
+    from samebit.train.memory import GIB, plan_memory
+
+    c, wanted = shape_of(model), load_recipe(recipe)
+    plan = plan_for(wanted, c)
+    standing = ("FP32 masters", "weights", "moments")
+    parts = plan_memory(c, plan, settings(1, length, "none")).parts
+    held = sum(p.size for p in parts if p.name.startswith(standing) and not p.host)
+    size = page_size_for(torch.device("cuda"))
+    page = page_bytes(c.layers, size, c.kv_heads, c.head_dim, wanted.rollout.attention.kv)
+    pages = int((CARD_GIB * GIB - held) * AUTO_CACHE_SHARE) // page
+    own, shared = -(-(length - PROMPT) // size), -(-PROMPT // size)
+    return min(SEQUENCES, int(pages / (own + shared / GROUP)))
+
+
+def rollout_s(fit: list[float], length: int, places: int) -> float:
+    """Seconds to draw all sequences, `places` of them at a time, token by token."""
+    a, b, c = fit
+    steps = length - PROMPT
+    step_ms = a + b * places + c * places * (PROMPT + steps / 2)
+    return SEQUENCES / places * steps * step_ms / 1e3
+
+
+def _parts(held: Records, model: str, length: int, recipe: str) -> dict[str, Any]:
+    training = held["step"].get(f"micro/{model}/{length}/once", {})
+    if f"{recipe}_phase_s" not in training:
+        raise ValueError(f"micro/{model}/{length}/once has no {recipe}: measure it first")
+    phase = training[f"{recipe}_phase_s"]
+    grid = {n: r for n, r in held["rollout"].items() if n.startswith(f"decode/{model}/{recipe}/")}
+    fit, error = fit_decode(grid)
+    places = at_once(model, recipe, length)
+    rollout = rollout_s(fit, length, places) + phase * PROMPT / length / 3
+    return {
+        "rollout_s": rollout,
+        "training_s": phase,
+        "step_s": rollout + phase,
+        "places": places,
+        "decode_fit_error": error,
+        "roofline": [r["share_of_roofline"] for r in grid.values() if "share_of_roofline" in r],
+    }
+
+
+def step_of(held: Records, model: str, length: int, recipe: str) -> dict[str, Any]:
+    """The fields of a row: seconds, and the speed over bf16-fast where that is there too.
+
+    comparable: whether the two decode grids are within five points of the roofline of one another.
+    """
+    row = _parts(held, model, length, recipe)
+    mine = row.pop("roofline")
+    if recipe != BASE:
+        base = _parts(held, model, length, BASE)
+        theirs = base.pop("roofline")
+        row[f"over_{BASE}"] = base["step_s"] / row["step_s"]
+        row[f"rollout_over_{BASE}"] = base["rollout_s"] / row["rollout_s"]
+        if mine and theirs:
+            gap = math.fsum(mine) / len(mine) - math.fsum(theirs) / len(theirs)
+            row["roofline_points"] = gap
+            row["comparable"] = (
+                "yes" if abs(gap) <= NEAR else "more than five roofline points apart"
+            )
+    return row
