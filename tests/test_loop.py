@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from samebit.cli import main
+from samebit.collect import without_empty
 from samebit.log import Reporter
-from samebit.loop import Run, without_empty
+from samebit.loop import Run
 from samebit.types import Group, Prompt, Sample
 from tests import runs
 
