@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from samebit.cli import main
-from samebit.collect import without_empty
 from samebit.log import Reporter
 from samebit.loop import Run
+from samebit.samples import without_empty
 from samebit.types import Group, Prompt, Sample
 from tests import runs
 
@@ -228,3 +228,12 @@ def test_running_out_of_memory_names_the_phase_and_the_setting_to_change(
         run.train()
     assert "More words" not in str(error.value)
     run.close()
+
+
+def test_the_update_of_one_step_is_profiled_where_asked(file: Path, tmp_path: Path):
+    said: list[str] = []
+    run = run_of(file, tmp_path / "out", ("train.profile_step", "2"))
+    run.report.note = said.append  # type: ignore[method-assign]
+    records(run)
+    assert sum("launches" in line for line in said) == 1
+    assert "products" in (tmp_path / "out" / "kernels.txt").read_text()

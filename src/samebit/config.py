@@ -129,6 +129,8 @@ class TrainConfig:
     all of a block but its residual sums; auto: as little as fits. Gradients keep their bits."""
     memory_gib: float = 0.0
     """Device memory that a run is planned into; 0: 95 % of what is free at its start."""
+    profile_step: int = 0
+    """Step whose update is timed kernel by kernel, into kernels.txt of the run's folder; 0 none."""
     invariant_scale: float = 1.0
     """QuRL's update-aware scaling s: linears after a norm are divided by s, the gain multiplied."""
     role_learning_rates: Mapping[str, float] = field(default_factory=dict)

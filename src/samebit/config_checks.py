@@ -77,6 +77,7 @@ _RULES: dict[str, _Rule] = {
     "train.max_grad_norm": _least(0),
     "train.micro_batch_tokens": _least(1),
     "train.memory_gib": _least(0),
+    "train.profile_step": _least(0),
     "train.invariant_scale": _POSITIVE,
     "eval.every": _least(0),
     "eval.prompts": _COUNT,

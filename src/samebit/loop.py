@@ -48,10 +48,11 @@ from samebit.run_checks import (
 from samebit.signals import Signals
 from samebit.train import checkpoint
 from samebit.train.checkpoint import Progress
-from samebit.train.flops import training_rates
 from samebit.train.invariant import apply_invariant_scale
+from samebit.train.profile import kernels_of, write_table
+from samebit.train.roofline import known_seconds, step_rates
 from samebit.train.step import Trainer
-from samebit.types import Prompt
+from samebit.types import Group, Prompt
 from samebit.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -248,7 +249,7 @@ class Run:
         with self.signals.shield():
             if groups:
                 self._make_room()
-                with clock("train"):
+                with clock("train"), self._profiled(groups):
                     metrics |= self.trainer.step(groups)
                 with clock("refresh"):
                     self.engine.refresh()
@@ -262,9 +263,19 @@ class Run:
             metrics["perf/decode_idle_share"] = self.engine.idle_share
         metrics["perf/decode_tail_share"] = self.engine.tail_share
         if groups:
-            epochs = self.config.rl.epochs
-            metrics |= training_rates(self.model, groups, epochs, metrics["time/train_s"])
+            metrics |= step_rates(self.model, self.config, groups, metrics)
         return metrics
+
+    @contextmanager
+    def _profiled(self, groups: list[Group]) -> Iterator[None]:
+        """Time the kernels of the update of step train.profile_step."""
+        if self.progress.step + 1 != self.config.train.profile_step:
+            yield
+            return
+        with kernels_of(self.model.device) as kernels:
+            yield
+        least = known_seconds(self.model, groups, self.config.rl.epochs)
+        self.report.note(write_table(self.folder, kernels, least))
 
     def _make_room(self) -> None:
         """Give the engine's cache back for the time of the update, on a device where it matters."""

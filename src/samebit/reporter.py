@@ -223,12 +223,19 @@ def step_line(step: int, total: int, values: Mapping[str, Any]) -> str:
 
 
 def phases_line(values: Mapping[str, Any]) -> str:
-    """` (rollout 61% backward 20%)`: where the step's time went; "" where it is not known."""
+    """` (rollout 61% backward 20%; roofline rollout 42%)`: where the time went; "" where it is not known.
+
+    roofline: the least time the card could take for a phase, over what it took.
+    """
     whole = values.get("time/step_s", 0.0)
     shares = [
         (p, values[f"time/{p}_s"] / whole) for p in _PHASES if whole and f"time/{p}_s" in values
     ]
     shown = " ".join(f"{phase} {share:.0%}" for phase, share in shares if share >= 0.1)
+    near = [(p, values.get(f"perf/roofline_{p}")) for p in ("rollout", "update", "optimizer")]
+    roofline = " ".join(f"{phase} {share:.0%}" for phase, share in near if share is not None)
+    if roofline:
+        shown += f"; roofline {roofline}"
     return f" ({shown})" if shown else ""
 
 

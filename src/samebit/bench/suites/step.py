@@ -72,7 +72,7 @@ def cases() -> Iterator[Case]:
                     warm=lambda m=model, n=length, r=mode: warm(m, n, r),
                 )
     for recipe in RECIPES:
-        for tokens, mode in ((8192, "once"), (16384, "mlp")):
+        for tokens, mode in ((8192, "once"), (8192, "mlp"), (16384, "mlp")):
             yield Case(
                 _whole_name(recipe, tokens, mode),
                 measure=lambda r=recipe, t=tokens, c=mode: whole("qwen3-8b", 2048, t, r, c),
