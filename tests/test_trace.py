@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from samebit import reference
-from samebit.check import _sequences, tiny_model
+from samebit.check import sequences, tiny_model
 from samebit.cli import main
 from samebit.diagnosis import ROLE_OF
 from samebit.layers.kv import KVStore
@@ -24,7 +24,7 @@ from samebit.trace import (
     training_side,
 )
 
-SEQUENCES = [ids[:18] for ids in _sequences()[:3]]
+SEQUENCES = [ids[:18] for ids in sequences()[:3]]
 
 
 @pytest.fixture(autouse=True)

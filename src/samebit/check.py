@@ -1,21 +1,20 @@
-"""What this machine can do, and proof on the spot that rollout and training are the same bits here.
+"""Proof on the spot that rollout and training are the same bits on this machine.
 
 Each result has a bar; `failed` lists the ones that missed it. Everything is built in memory.
 """
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from samebit.formats import E4M3
 from samebit.layout import PackedLayout, Segment
+from samebit.machine import devices, environment, kind
 from samebit.models.config import ModelConfig
 from samebit.models.decoder import Decoder, linear_shapes
 from samebit.quant.ops import get_ops
@@ -66,94 +65,6 @@ class Result:
     seconds: float
 
 
-def environment() -> dict[str, Any]:
-    """Versions, processor, devices and which backends exist (and why not)."""
-    flags, model = _cpu()
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "cpu": model,
-        "cpu_flags": [f for f in flags if f in _FLAGS],
-        "triton": _version("triton"),
-        "gpus": _gpus(),
-        "backends": _backends(),
-        "recipes": {name: _kind(name) for name in recipe_names()},
-    }
-
-
-_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd")
-
-
-def _cpu() -> tuple[list[str], str]:
-    path = Path("/proc/cpuinfo")
-    if not path.exists():
-        return [], platform.processor() or platform.machine()
-    fields: dict[str, str] = {}
-    for line in path.read_text().splitlines():
-        name, colon, value = line.partition(":")
-        if colon:
-            fields[name.strip()] = value.strip()
-    flags = fields.get("flags", fields.get("Features", "")).split()
-    return flags, fields.get("model name", platform.machine())
-
-
-def _version(package: str) -> str | None:
-    from importlib import metadata
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _gpus() -> list[dict[str, Any]]:
-    if not torch.cuda.is_available():
-        return []
-    found = []
-    for i in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(i)
-        found.append(
-            {
-                "name": properties.name,
-                "capability": f"{properties.major}.{properties.minor}",
-                "memory_bytes": properties.total_memory,
-            }
-        )
-    return found
-
-
-def _backends() -> dict[str, str]:
-    """Backend by device: `available` or the reason why not."""
-    found = {"cpu": f"available: {get_ops(torch.device('cpu')).NAME}"}
-    if not torch.cuda.is_available():
-        found["cuda"] = "unavailable: torch finds no CUDA device"
-        return found
-    try:
-        found["cuda"] = f"available: {get_ops(torch.device('cuda')).NAME}"
-    except (ValueError, ImportError) as error:
-        found["cuda"] = f"unavailable: {error}"
-    return found
-
-
-def _kind(name: str) -> str:
-    from samebit.quant.flow import is_unified
-
-    recipe = load_recipe(name)
-    if recipe.library:
-        return "library"
-    return "unified" if is_unified(recipe) else "mixed"
-
-
-# --- results -------------------------------------------------------------------------------------
-
-
-def devices() -> list[str]:
-    """The device types with an operator set here, CPU first."""
-    return [name for name, state in _backends().items() if state.startswith("available")]
-
-
 def results(device: str = "") -> Iterator[Result]:
     """Every check in turn: of one device type, or of all that `devices` lists.
 
@@ -180,9 +91,9 @@ def _runs_on(name: str, device: str) -> bool:
 
 def _checks(device: str) -> list[tuple[str, Callable[[], tuple[bool, str]]]]:
     names = [name for name in recipe_names() if _runs_on(name, device)]
-    unified = [name for name in names if _kind(name) == "unified"]
-    mixed = [name for name in names if _kind(name) == "mixed"]
-    library = [name for name in names if _kind(name) == "library"]
+    unified = [name for name in names if kind(name) == "unified"]
+    mixed = [name for name in names if kind(name) == "mixed"]
+    library = [name for name in names if kind(name) == "library"]
     where = "" if device == "cpu" else f" on {device}"
     whole_models: list[tuple[str, Callable[[], tuple[bool, str]]]] = [
         *((f"parity of {n}{where}", lambda n=n: _parity(n, device)) for n in unified),
@@ -290,7 +201,7 @@ def tiny_model(recipe: str, seed: int = 0, device: str = "cpu") -> Decoder:
             parameter.copy_(1 + noise if "norm" in name else noise)
     model.refresh()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    ids = torch.tensor(_sequences()[3]).to(model.device)
+    ids = torch.tensor(sequences()[3]).to(model.device)
     layout = PackedLayout((Segment(0, len(ids)),), model.device)
     hidden = model(ids, layout, "train")
     logp, _ = model.log_prob(hidden[:-1], ids[1:], Transform(1.0, 0, 1.0))
@@ -301,7 +212,8 @@ def tiny_model(recipe: str, seed: int = 0, device: str = "cpu") -> Decoder:
     return model
 
 
-def _sequences() -> list[list[int]]:
+def sequences() -> list[list[int]]:
+    """The token ids that every check runs, one list for each of LENGTHS."""
     generator = torch.Generator().manual_seed(7)
     high = TINY.tokenizer_size
     return [torch.randint(0, high, (n,), generator=generator).tolist() for n in LENGTHS]
@@ -309,11 +221,11 @@ def _sequences() -> list[list[int]]:
 
 def _parity(recipe: str, device: str = "cpu") -> tuple[bool, str]:
     """batch of m = n, prefill = training forward, decode = prefill: bits of every log-prob."""
-    model, sequences = tiny_model(recipe, device=device), _sequences()
-    packed = training_side(model, sequences, digests=False).logp_T
-    alone = torch.cat([training_side(model, [s], digests=False).logp_T for s in sequences])
-    prefill = rollout_side(model, sequences, chunk=max(LENGTHS), digests=False).logp_T
-    decode = rollout_side(model, sequences, chunk=1, digests=False).logp_T
+    model, own = tiny_model(recipe, device=device), sequences()
+    packed = training_side(model, own, digests=False).logp_T
+    alone = torch.cat([training_side(model, [s], digests=False).logp_T for s in own])
+    prefill = rollout_side(model, own, chunk=max(LENGTHS), digests=False).logp_T
+    decode = rollout_side(model, own, chunk=1, digests=False).logp_T
     pairs = {
         "batch of 4 = batch of 1": differing_tokens(packed, alone),
         "prefill = training forward": differing_tokens(prefill, packed),
@@ -340,8 +252,8 @@ def _library(recipe: str, device: str = "cpu") -> tuple[bool, str]:
 
 def _mismatch(recipe: str, device: str) -> tuple[int, float, str]:
     """(tokens that differ, mean |dlogp|, both in words) between the two forwards."""
-    model, sequences = tiny_model(recipe, device=device), _sequences()
-    trainer = training_side(model, sequences, digests=False).logp_T
-    sampler = rollout_side(model, sequences, chunk=max(LENGTHS), digests=False).logp_T
+    model, own = tiny_model(recipe, device=device), sequences()
+    trainer = training_side(model, own, digests=False).logp_T
+    sampler = rollout_side(model, own, chunk=max(LENGTHS), digests=False).logp_T
     count, gap = differing_tokens(trainer, sampler), float((trainer - sampler).abs().mean())
     return count, gap, f"{count} of {sum(LENGTHS)} tokens differ, mean |dlogp| {gap:.2g}"

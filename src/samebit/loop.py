@@ -41,6 +41,7 @@ from samebit.run_checks import (
     Checks,
     available_memory,
     choose_device,
+    describe_memory,
     out_of_memory,
     planned_memory,
     set_threads,
@@ -77,7 +78,7 @@ class Run:
         available = available_memory(config, device)
         self.memory = planned_memory(config, checks, model_folder, available)
         if available is not None:
-            report.note(self.memory.describe(available))
+            report.note(describe_memory(config, self.memory, available))
         with self._within_memory("load"):
             self.model = load_model(model_folder, checks.recipe, device)
             self.model.recompute = self.memory.recompute

@@ -27,6 +27,7 @@ def run(args: Sequence[str]) -> int:
     import torch
 
     from samebit import check
+    from samebit.machine import environment
 
     device = found.text("device")
     if device not in ("", "cpu", "cuda"):
@@ -38,7 +39,7 @@ def run(args: Sequence[str]) -> int:
         report = check.report(device)
         print(json.dumps(report, indent=2))
         return 1 if report["failed"] else 0
-    _print_environment(check.environment())
+    _print_environment(environment())
     failed = []
     for result in check.results(device):
         mark = "ok    " if result.passed else "FAILED"

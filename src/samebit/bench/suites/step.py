@@ -190,9 +190,12 @@ def _optimiser(arms: dict[str, Any], model: str) -> dict[str, Any]:
 
 
 def _phases(out: dict[str, Any], arms: dict[str, Any], model: str, length: int) -> None:
-    """phase_s of 256 sequences, MFU, and the ratios between arms."""
+    """phase_s of 256 sequences, MFU, share of the data sheet's roofline, and the ratios between arms."""
     from samebit.bench import training
+    from samebit.models.load import plan_for
+    from samebit.quant.plan import load_recipe
     from samebit.train.flops import PEAK_BF16, forward_flops
+    from samebit.train.roofline import CARDS, counted_seconds
 
     rows = SEQUENCES * length
     pairs = SEQUENCES * length * (length + 1) // 2
@@ -204,6 +207,10 @@ def _phases(out: dict[str, Any], arms: dict[str, Any], model: str, length: int) 
         phase = (packs * out[f"{name}_full_ms"] + out.get("optimizer_ms", 0.0) + refresh) / 1e3
         out[f"{name}_phase_s"] = phase
         out[f"{name}_mfu"] = flops / phase / PEAK_BF16["NVIDIA H200"]
+        plan = plan_for(load_recipe("bf16" if name == "torch" else name), training.MODELS[model])
+        shape = (training.MODELS[model], plan, rows, pairs, predicted)
+        least = counted_seconds(CARDS["NVIDIA H200"], *shape)
+        out[f"{name}_roofline"] = sum(least.values()) / phase
     for one, other in (
         ("fp8", "bf16-fast"),
         ("fp8-kv", "bf16-fast"),

@@ -1,0 +1,31 @@
+"""What the README names exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+PLACES = ("", "src/samebit", "bench/results", "bench/results/h200", "docs")
+PATHS = sorted(
+    set(re.findall(r"`([\w/-]+(?:\.(?:py|md|json|toml)|/))`", TEXT)) - {"out/", ".venv/"}
+)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_path_in_backticks_is_there(path: str):
+    assert any((ROOT / place / path).exists() for place in PLACES)
+
+
+def test_the_map_lists_what_there_is():
+    """Every folder of the package has a line, and every name that starts one exists."""
+    block = TEXT.split("## Map")[1].split("```")[1]
+    named = set(re.findall(r"[\w*]+(?:/|\.py)", block))
+    package = ROOT / "src" / "samebit"
+    folders = {f"{p.name}/" for p in package.iterdir() if (p / "__init__.py").is_file()}
+    assert folders <= named
+    for name in named - {"src/", "samebit/", "docs/", "recipes/", "tests/"}:
+        assert list(package.glob(name.rstrip("/"))) or (ROOT / name).exists(), name
