@@ -101,6 +101,12 @@ def test_metrics_log_writes_and_resumes(tmp_path: Path):
 def test_zero_is_shown_as_zero_only_when_exact():
     assert format_metric(0.0) == "0" and format_metric(1e-12) == "1e-12"
     assert step_line(3, 0, {"rl/clip_share_positive": 0.051}) == "step 3  clipped 5.1%"
+    phases = {"time/step_s": 10.0, "time/rollout_s": 6.1, "time/backward_s": 0.9}
+    assert step_line(3, 0, phases) == "step 3  s 10.0 (rollout 61%)"
+    near = {"perf/roofline_update": 0.701, "perf/roofline_rollout": 0.42}
+    assert step_line(3, 0, phases | near).endswith(
+        " (rollout 61%; roofline rollout 42% update 70%)"
+    )
 
 
 def test_the_last_line_says_exact_only_when_it_is():

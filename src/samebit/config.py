@@ -73,6 +73,9 @@ class RolloutConfig:
     cache_tokens: int = 0
     """KV cache size in tokens; 0 chooses it from max_batch and the lengths, within 2 GB on a CPU and
     85 % of the free memory on a GPU."""
+    partial_tokens: int = 0
+    """Most tokens a sample is given in one step; it goes on in the next, under the newer weights, and its
+    group is trained on when it is whole. 0: every sample is drawn to its end (strictly on-policy)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,6 +62,7 @@ _RULES: dict[str, _Rule] = {
     "rollout.max_batch": _COUNT,
     "rollout.prefill_tokens": _least(0),
     "rollout.cache_tokens": _least(0),
+    "rollout.partial_tokens": _least(0),
     "rl.prompts_per_step": _COUNT,
     "rl.group_size": _COUNT,
     "rl.mini_batches": _COUNT,

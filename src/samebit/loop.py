@@ -10,16 +10,18 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from samebit import partial
 from samebit.bundle import pinned_checkpoints
 from samebit.canary import Canary
 from samebit.clock import Clock
+from samebit.collect import Collector, grade
 from samebit.config import Config
 from samebit.config_dump import dump
 from samebit.engine.api import load_engine
@@ -32,17 +34,18 @@ from samebit.models.load import freeze, load_model, plan_for
 from samebit.models.source import fingerprint
 from samebit.models.source import resolve as resolve_model
 from samebit.models.tokenizer import Tokenizer
+from samebit.partial import Held, compare_held
 from samebit.quant.plan import load_recipe
 from samebit.reporter import Reporter
 from samebit.run_checks import (
     Checks,
     available_memory,
     choose_device,
+    describe_memory,
     out_of_memory,
     planned_memory,
     set_threads,
 )
-from samebit.samples import aborted, rollout_metrics, without_empty
 from samebit.signals import Signals
 from samebit.train import checkpoint
 from samebit.train.checkpoint import Progress
@@ -75,7 +78,7 @@ class Run:
         available = available_memory(config, device)
         self.memory = planned_memory(config, checks, model_folder, available)
         if available is not None:
-            report.note(self.memory.describe(available))
+            report.note(describe_memory(config, self.memory, available))
         with self._within_memory("load"):
             self.model = load_model(model_folder, checks.recipe, device)
             self.model.recompute = self.memory.recompute
@@ -87,6 +90,9 @@ class Run:
         self.engine = load_engine(config.rollout.engine)(
             self.model, config.rollout, self.tokenizer, config.seed
         )
+        self.collector = Collector(
+            config, self.task, self.engine, checks.algorithm, self.sampling, report
+        )
         self.canary = Canary.of(self.model, config.run.canary, self.sampling)
         self.clock = Clock()
         """Of the step being run."""
@@ -94,6 +100,8 @@ class Run:
         """The last finished step; weights and optimiser are those of its end outside an update."""
         self.pending: dict[str, float] = {}
         """Metrics of the last finished step while its evaluation is not done."""
+        self.held: tuple[Held, ...] = ()
+        """Groups that the last finished step began and did not finish."""
         self.signals = Signals()
         if resume:
             self._resume()
@@ -148,6 +156,7 @@ class Run:
             return
         self.progress = checkpoint.restore(found, self.trainer, self.about)
         self.pending = checkpoint.extra(found, "pending")
+        self.held = partial.read_held(found, checkpoint.extra(found, "held"), self.task)
         self.report.note(f"resumed from {found}")
 
     def train(self) -> None:
@@ -217,8 +226,11 @@ class Run:
             self.trainer,
             self.progress,
             self.config.run.keep_checkpoints,
-            self.about | ({"pending": self.pending} if self.pending else {}),
+            self.about
+            | ({"pending": self.pending} if self.pending else {})
+            | ({"held": partial.about(self.held)} if self.held else {}),
             pinned_checkpoints(self.folder),
+            {partial.FOLDER: partial.tensors_of(self.held)} if self.held else {},
         )
 
     def one_step(self) -> dict[str, float]:
@@ -228,7 +240,13 @@ class Run:
         if self.canary is not None:
             with clock("canary"):
                 self.canary.check(self.engine, self.progress.step)
-        groups, metrics, progress = self._collect(clock)
+        found = self.collector.collect(self.progress, self.held, clock)
+        groups, metrics = found.groups, found.metrics
+        self.metrics_log.samples(self.progress.step + 1, found.seen, self.config.run.save_samples)
+        if found.held and self.model.plan.unified:
+            self._make_room()
+            with clock("held"):
+                metrics |= compare_held(self.trainer, found.held, self.progress.step + 1)
         with self.signals.shield():
             if groups:
                 self._make_room()
@@ -236,14 +254,15 @@ class Run:
                     metrics |= self.trainer.step(groups)
                 with clock("refresh"):
                     self.engine.refresh()
-            self.progress = dataclasses.replace(progress, step=progress.step + 1)
-            self.pending = metrics
+            self.progress = dataclasses.replace(found.progress, step=found.progress.step + 1)
+            self.pending, self.held = metrics, found.held
         metrics |= clock.metrics()
-        tokens = metrics["rollout/tokens"]
+        tokens = metrics.get("rollout/drawn_tokens", metrics["rollout/tokens"])
         metrics["perf/rollout_tokens_per_s"] = tokens / max(1e-9, metrics["time/rollout_s"])
         metrics["perf/step_tokens_per_s"] = tokens / max(1e-9, metrics["time/step_s"])
         if self.model.device.type == "cuda":
             metrics["perf/decode_idle_share"] = self.engine.idle_share
+        metrics["perf/decode_tail_share"] = self.engine.tail_share
         if groups:
             metrics |= step_rates(self.model, self.config, groups, metrics)
         return metrics
@@ -265,52 +284,6 @@ class Run:
             self.engine.release()
             torch.cuda.reset_peak_memory_stats()
 
-    def _collect(self, clock: Clock) -> tuple[list[Group], dict[str, float], Progress]:
-        """Sample until the algorithm's selection fills a step, at most its number of rounds."""
-        config, wanted, progress = self.config, self.config.rl.prompts_per_step, self.progress
-        kept: list[Group] = []
-        seen: list[Group] = []
-        for _ in range(self.trainer.algorithm.max_sampling_rounds):
-            start = progress.next_prompt
-            prompts = self.task.prompts("train", start, wanted)
-            with clock("rollout"):
-                groups = self.engine.generate(
-                    prompts,
-                    config.rl.group_size,
-                    self.sampling,
-                    progress.next_sample,
-                    self.report.progress("rollout"),
-                )
-            progress = dataclasses.replace(
-                progress,
-                next_prompt=start + wanted,
-                next_sample=progress.next_sample + wanted * config.rl.group_size,
-            )
-            with clock("reward"):
-                groups = self.grade(groups)
-            seen += groups
-            selection = self.trainer.algorithm.select(without_empty(groups))
-            kept += selection.groups
-            if len(kept) >= wanted:
-                break
-        else:
-            if len(kept) < wanted:
-                self.report.note(f"{selection.describe()}; training on {len(kept)} groups")
-        self.metrics_log.samples(self.progress.step + 1, seen, config.run.save_samples)
-        metrics = rollout_metrics(seen) | self.task.stats.metrics(reset=True)
-        return kept[:wanted], metrics, progress
-
-    def grade(self, groups: Sequence[Group]) -> list[Group]:
-        """Rewards for every sample; None is no verdict, as for a sample that the engine gave up."""
-        whole = [(g.prompt, s.text) for g in groups for s in g.samples if not aborted(s)]
-        found = iter(self.task.reward([p for p, _ in whole], [t for _, t in whole]))
-        return [
-            dataclasses.replace(
-                g, rewards=tuple(None if aborted(s) else next(found) for s in g.samples)
-            )
-            for g in groups
-        ]
-
     def evaluate(self) -> dict[str, float]:
         """Mean reward on held-out prompts; the same noise every time."""
         config, started = self.config, time.perf_counter()
@@ -327,7 +300,7 @@ class Run:
             EVALUATION_SAMPLES,
             self.report.progress("evaluation"),
         )
-        rewards = [r for g in self.grade(groups) for r in g.rewards if r is not None]
+        rewards = [r for g in grade(self.task, groups) for r in g.rewards if r is not None]
         self.task.stats.metrics(reset=True)
         out = {"time/eval_s": time.perf_counter() - started}
         if rewards:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from samebit.config import Config
+from samebit.engine.native import AUTO_CACHE_SHARE
 from samebit.models.config import read_config
 from samebit.models.load import plan_for
 from samebit.models.source import resolve
@@ -56,7 +57,25 @@ class Checks:
             config.rl.mini_batches * config.rl.epochs,
         ):
             log.warning("%s", warning)
+        self._check_partial(config)
         self.task = load_task(config.task.name, config.task.options, config.seed)
+
+    def _check_partial(self, config: Config) -> None:
+        """What samples drawn in parts do not go with."""
+        r, name = config.rollout, f"rollout.partial_tokens = {config.rollout.partial_tokens}"
+        if not r.partial_tokens:
+            return
+        if r.top_p < 1 or r.top_k > 0:
+            raise ValueError(
+                f"{name} with top_p = {r.top_p}, top_k = {r.top_k}: the set that older weights kept is "
+                "not the policy's own, so ratios are wrong; set top_p = 1 and top_k = 0"
+            )
+        if self.algorithm.max_sampling_rounds > 1:
+            raise ValueError(
+                f"{name} with an algorithm that samples again until its step is full "
+                f"(max_sampling_rounds = {self.algorithm.max_sampling_rounds}): set "
+                "rl.options.max_sampling_rounds = 1, or partial_tokens = 0"
+            )
 
 
 def choose_device(config: Config) -> torch.device:
@@ -93,6 +112,21 @@ def planned_memory(
     return plan_memory(model, plan, config, frozenset(needs), available)
 
 
+def describe_memory(config: Config, memory: MemoryPlan, available: int | None) -> str:
+    """What fits, for people: the training phase, and on a GPU the sequences drawn at once."""
+    if available is None:
+        return memory.describe()
+    rollout = config.rollout
+    room = int(max(0, available - memory.standing) * AUTO_CACHE_SHARE)
+    tokens = rollout.cache_tokens or room // memory.cache_row
+    at_once = min(rollout.max_batch, tokens // rollout.max_tokens)
+    return (
+        f"{memory.describe(available)}\n  a rollout has room for {tokens:,} tokens of keys and values: "
+        f"{at_once:,} completions of {rollout.max_tokens:,} tokens at once (rollout.max_batch is "
+        f"{rollout.max_batch:,})"
+    )
+
+
 def foresee(config: Config) -> Iterator[str]:
     """Lines for people: the device, the model and the memory of a run that is not made.
 
@@ -108,7 +142,7 @@ def foresee(config: Config) -> Iterator[str]:
     count = parameter_count(model, plan_for(checks.recipe, model))
     yield f"model: {model.family} with {count:,} parameters in {folder}"
     available = available_memory(config, device)
-    yield planned_memory(config, checks, folder, available).describe(available or 0)
+    yield describe_memory(config, planned_memory(config, checks, folder, available), available)
 
 
 def out_of_memory(error: RuntimeError) -> str | None:

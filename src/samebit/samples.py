@@ -10,6 +10,8 @@ from samebit.types import Group, Sample
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """reward/ and rollout/ numbers of a step's samples."""
     samples = [s for g in groups for s in g.samples]
+    if not samples:
+        return {"rollout/tokens": 0.0}
     rewards = [r for g in groups for r in g.rewards if r is not None]
     lengths = [len(s.ids) for s in samples]
     out = {

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "partial"]
+"""An end token or string; the length limit; given up; cut at a step's budget, to be gone on with."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ class Sample:
     def truncated(self) -> bool:
         """True when the length limit ended the completion."""
         return self.finish_reason == "length"
+
+    @property
+    def finished(self) -> bool:
+        """True when nothing more will be drawn of it."""
+        return self.finish_reason in ("stop", "length")
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,21 @@ import torch
 from samebit.config import RolloutConfig
 from samebit.engine.decode import GraphStep, bucket_sizes
 from samebit.engine.native import Engine
+from samebit.engine.requests import begin
 from samebit.models.config import ModelConfig
 from samebit.models.decoder import Decoder
 from samebit.reference.sampling import Transform
+from samebit.rl.mismatch import differing as differing_bits
 from samebit.types import Group, Prompt, Sampling
-from tests.gpu.backend_cases import DEVICE, MODELS, RECIPES, learn, mismatch, random_model
+from tests.gpu.backend_cases import (
+    DEVICE,
+    MODELS,
+    RECIPES,
+    learn,
+    mismatch,
+    random_model,
+    train_logp,
+)
 
 Engine.pipelined = True
 
@@ -69,6 +79,14 @@ class Tally:
         wrong, tokens, largest = mismatch(self.model, list(groups), transform or Transform())
         self.wrong, self.tokens = self.wrong + wrong, self.tokens + tokens
         self.largest = max(self.largest, largest)
+
+    def score_fresh(self, groups: Sequence[Group]) -> None:
+        """Compare the tokens of the present weight version."""
+        with torch.no_grad():
+            logp, batch = train_logp(self.model, list(groups))
+        fresh = batch.version == self.model.version
+        self.wrong += int((differing_bits(logp, batch.rollout_logp) & fresh).sum())
+        self.tokens += int(fresh.sum())
 
     def equal(self, left: Sequence[Group], right: Sequence[Group]) -> None:
         """Compare two rollouts that must be one."""
@@ -201,6 +219,35 @@ def restricted_draw(config: ModelConfig, recipe: str) -> dict[str, object]:
     return tally.close()
 
 
+def partial_rollouts(config: ModelConfig, recipe: str) -> dict[str, object]:
+    """Samples in parts, weights moving in between: every part's tokens against the forward of its version.
+
+    At the same weights the parts are the whole; a prompt's known lengths change the order, not a bit.
+    """
+    model = random_model(config, recipe, DEVICE)
+    limit, rows = config.tokenizer_size, min(96, LIMIT)
+    prompts = prompts_of([3 + 17 * i % 250 for i in range(rows // 2)], limit)
+    ends = Sampling(max_tokens=45, stop_ids=tuple(range(0, limit, 40)))
+    engine = Engine(model, RolloutConfig(max_batch=rows, cache_tokens=128 * (rows + 5)), None, 3)
+    tally = Tally(model, engine)
+    whole = engine.generate(prompts, 4, ends, 9)
+    groups = begin(prompts, 4, 9)
+    while not all(s.finished for g in groups for s in g.samples):
+        groups = engine.advance(groups, ends, budget=16)
+    tally.equal(groups, whole)
+    groups, parts = begin(prompts, 4, 9), 0
+    while not all(s.finished for g in groups for s in g.samples):
+        groups = engine.advance(groups, ends, budget=16)
+        parts += 1
+        tally.score_fresh(groups)
+        if parts == 1:
+            engine.release()
+        learn(model, groups[:3])
+        engine.refresh()
+    mixed = sum(len(set(s.versions.tolist())) > 1 for g in groups for s in g.samples)
+    return tally.close(parts == 3 and mixed > 0, parts=parts, of_several_versions=mixed)
+
+
 Case = Callable[[], dict[str, object]]
 KINDS: dict[str, Callable[[ModelConfig, str], dict[str, object]]] = {
     "buckets": every_bucket,
@@ -209,6 +256,7 @@ KINDS: dict[str, Callable[[ModelConfig, str], dict[str, object]]] = {
     "prompts": prompt_lengths,
     "ends": ways_to_end,
     "restricted": restricted_draw,
+    "partial": partial_rollouts,
 }
 
 

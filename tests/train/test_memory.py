@@ -147,6 +147,20 @@ def test_auto_makes_as_little_again_as_fits():
     assert "packs of up to 515 tokens" in room
 
 
+def test_what_a_rollout_has_room_for_is_said():
+    from samebit.run_checks import describe_memory
+
+    plan = plan_for(load_recipe("bf16"), QWEN3)
+    config = settings(micro_batch_tokens=64)
+    memory = plan_memory(QWEN3, plan, config)
+    sizes = {p.name: p.size for p in memory.parts}
+    standing = sizes["FP32 masters"] + sizes["weights (bf16)"] + sizes["moments (FP32)"]
+    # keys and values of two heads of 64, BF16: 512 bytes a token; completions of 8
+    text = describe_memory(config, memory, standing + 512 * 1000)
+    assert "room for 850 tokens of keys and values: 64 completions of 8 tokens at once" in text
+    assert "keys and values" not in describe_memory(config, memory, None)
+
+
 def mixed_row(model: ModelConfig, plan) -> int:
     """Bytes of one more row of a pack, every block at `codes`."""
     two = [

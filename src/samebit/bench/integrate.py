@@ -1,7 +1,7 @@
 """A whole RL step of an 8B model made of measured parts: the decode grid and the training phase.
 
 Nothing is measured here. A decode step takes a + b x sequences + c x sequences x mean context, fitted
-through the recipe's rows of the grid with at least 32 sequences. As many sequences run at once as the
+through the recipe's rows of the grid with 32 to 256 sequences. As many sequences run at once as the
 engine's cache holds at their full length, so long answers come in waves (a part of a wave costs its
 part: there is always work to fill the places). Prompts are priced as a third of
 their training time (a forward). The training phase is the one measured at the same length.
@@ -32,7 +32,7 @@ def fit_decode(rows: Mapping[str, Mapping[str, Any]]) -> tuple[list[float], floa
     points = []
     for name, row in rows.items():
         sequences, context = (int(n) for n in name.rsplit("/", 1)[1].split("x"))
-        if sequences >= LEAST_SEQUENCES:
+        if LEAST_SEQUENCES <= sequences <= SEQUENCES:
             points.append((sequences, context, float(row["ms"])))
     if len(points) < 3:
         raise ValueError(f"{len(points)} rows of the decode grid; three or more make a fit")
@@ -57,9 +57,7 @@ def at_once(model: str, recipe: str, length: int) -> int:
 
     c, wanted = shape_of(model), load_recipe(recipe)
     plan = plan_for(wanted, c)
-    standing = ("FP32 masters", "weights", "moments")
-    parts = plan_memory(c, plan, settings(1, length, "none")).parts
-    held = sum(p.size for p in parts if p.name.startswith(standing) and not p.host)
+    held = plan_memory(c, plan, settings(1, length, "none")).standing
     size = page_size_for(torch.device("cuda"))
     page = page_bytes(c.layers, size, c.kv_heads, c.head_dim, wanted.rollout.attention.kv)
     pages = int((CARD_GIB * GIB - held) * AUTO_CACHE_SHARE) // page
@@ -92,6 +90,14 @@ def _parts(held: Records, model: str, length: int, recipe: str) -> dict[str, Any
         "decode_fit_error": error,
         "roofline": [r["share_of_roofline"] for r in grid.values() if "share_of_roofline" in r],
     }
+
+
+def _judge(gap: float) -> str:
+    """What a distance in roofline shares says about a ratio of times."""
+    if abs(gap) <= NEAR:
+        return "yes"
+    nearer = "this recipe" if gap > 0 else BASE
+    return f"more than five roofline points apart: {nearer} is nearer to its own"
 
 
 def step_of(held: Records, model: str, length: int, recipe: str) -> dict[str, Any]:

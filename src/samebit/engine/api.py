@@ -16,7 +16,7 @@ from samebit.types import Group, Prompt, Sampling
 Progress = Callable[[int, int, int], None]
 """Called after every forward with (samples finished, samples asked for, tokens drawn so far)."""
 
-_HELPERS = ("api", "cache", "decode", "memory", "pipeline", "requests", "scheduler")
+_HELPERS = ("api", "cache", "decode", "memory", "pipeline", "requests", "scheduler", "tail")
 
 
 class RolloutEngine(Protocol):
@@ -44,6 +44,22 @@ class RolloutEngine(Protocol):
         One Group a prompt, in the order given, without rewards. ValueError, before any work, for a
         prompt without room for a token and for sampling values that mean nothing. After deadline_s
         seconds, or on `abort`, unfinished samples come back as they are (finish reason 'abort').
+        """
+        ...
+
+    def advance(
+        self,
+        groups: Sequence[Group],
+        sampling: Sampling,
+        progress: Progress | None = None,
+        deadline_s: float | None = None,
+        budget: int = 0,
+    ) -> list[Group]:
+        """The groups with their unfinished samples gone on with: `generate` in as many parts as wanted.
+
+        A sample gets at most `budget` tokens (0: no such bound), and has reason 'partial' then. Each
+        token carries the weight version and log-prob of its own time; older ones are kept as they are,
+        and what they leave in the cache is computed under the present weights. Rewards are dropped.
         """
         ...
 

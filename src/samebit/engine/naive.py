@@ -13,7 +13,7 @@ import torch
 
 from samebit.config import RolloutConfig
 from samebit.engine.api import Progress
-from samebit.engine.requests import SampleState, new_states, to_groups, transform_of
+from samebit.engine.requests import SampleState, begin, states_of, to_groups, transform_of
 from samebit.layout import PackedLayout, Segment
 from samebit.models.decoder import Decoder
 from samebit.models.tokenizer import Tokenizer
@@ -30,7 +30,6 @@ class Engine:
         self.model, self.config, self.tokenizer, self.seed = model, config, tokenizer, seed
         self._abort = threading.Event()
 
-    @torch.no_grad()
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -41,29 +40,35 @@ class Engine:
         deadline_s: float | None = None,
     ) -> list[Group]:
         """One sample after another, one token after another."""
+        groups = begin(prompts, samples_per_prompt, first_sample_id)
+        return self.advance(groups, sampling, progress, deadline_s)
+
+    @torch.no_grad()
+    def advance(
+        self,
+        groups: Sequence[Group],
+        sampling: Sampling,
+        progress: Progress | None = None,
+        deadline_s: float | None = None,
+        budget: int = 0,
+    ) -> list[Group]:
+        """See `RolloutEngine.advance`."""
         transform = transform_of(sampling)
-        states = new_states(
-            prompts,
-            samples_per_prompt,
-            sampling,
-            first_sample_id,
-            self.seed,
-            self.model.config,
-            self.tokenizer,
-        )
+        config, tokenizer = self.model.config, self.tokenizer
+        states = states_of(groups, sampling, self.seed, config, tokenizer, budget)
         end = None if deadline_s is None else time.monotonic() + deadline_s
         self._abort.clear()
         drawn = 0
         for finished, state in enumerate(states):
             while state.finish_reason is None:
                 if self._abort.is_set() or (end is not None and time.monotonic() >= end):
-                    return to_groups(prompts, states, samples_per_prompt, self.tokenizer)
+                    return to_groups(groups, states, tokenizer)
                 self._step(state, transform)
                 drawn += 1
                 if progress is not None:
                     done = finished + (state.finish_reason is not None)
                     progress(done, len(states), drawn)
-        return to_groups(prompts, states, samples_per_prompt, self.tokenizer)
+        return to_groups(groups, states, tokenizer)
 
     def _step(self, state: SampleState, transform: Transform) -> None:
         ids = torch.tensor(state.all_ids, device=self.model.device)

@@ -19,8 +19,9 @@ from samebit.engine.cache import PagePool, PrefixCache
 from samebit.engine.decode import DecodeState, EagerStep, GraphStep
 from samebit.engine.memory import Reservation, free_bytes
 from samebit.engine.pipeline import Pipeline, forward
-from samebit.engine.requests import SampleState, new_states, to_groups, transform_of
+from samebit.engine.requests import SampleState, begin, states_of, to_groups, transform_of
 from samebit.engine.scheduler import Scheduler, SchedulerStats
+from samebit.engine.tail import Lengths, Tail
 from samebit.formats import get_format
 from samebit.layers.kv import PageStore, page_bytes, page_size_for
 from samebit.models.decoder import Decoder
@@ -53,31 +54,6 @@ def keep_freed_memory() -> None:
         mallopt(trim_threshold, 1 << 30)
 
 
-class Tail:
-    """How much of a rollout's time few samples have the device for themselves.
-
-    places: how many could be computed at once.
-    """
-
-    def __init__(self, places: int):
-        self.places = places
-        self.all_s = self.tail_s = 0.0
-        self._last = time.perf_counter()
-
-    def note(self, running: int) -> None:
-        """A turn ended with so many samples running."""
-        now = time.perf_counter()
-        passed, self._last = now - self._last, now
-        self.all_s += passed
-        if running < self.places / 4:
-            self.tail_s += passed
-
-    @property
-    def share(self) -> float:
-        """Time with under a quarter of the places filled, of all time; 0 before any turn."""
-        return self.tail_s / self.all_s if self.all_s else 0.0
-
-
 class Engine:
     """See `RolloutEngine`. The cache is allocated by `generate` and kept until `release`.
 
@@ -108,6 +84,7 @@ class Engine:
         self.stats = SchedulerStats()
         self._rows_before = (0, 0)
         self._tail = Tail(0)
+        self.lengths = Lengths()
         self.pool: PagePool | None = None
         self.prefix: PrefixCache | None = None
         self._version = model.version
@@ -116,7 +93,6 @@ class Engine:
         if not self._on_gpu:
             keep_freed_memory()
 
-    @torch.no_grad()
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -127,21 +103,29 @@ class Engine:
         deadline_s: float | None = None,
     ) -> list[Group]:
         """Draw every sample; see `RolloutEngine.generate`."""
+        groups = begin(prompts, samples_per_prompt, first_sample_id)
+        return self.advance(groups, sampling, progress, deadline_s)
+
+    @torch.no_grad()
+    def advance(
+        self,
+        groups: Sequence[Group],
+        sampling: Sampling,
+        progress: Progress | None = None,
+        deadline_s: float | None = None,
+        budget: int = 0,
+    ) -> list[Group]:
+        """Go on with unfinished samples; see `RolloutEngine.advance`."""
         if self._closed:
             raise ValueError("the engine is closed; make a new one")
         transform = transform_of(sampling)
-        states = new_states(
-            prompts,
-            samples_per_prompt,
-            sampling,
-            first_sample_id,
-            self.seed,
-            self.model.config,
-            self.tokenizer,
-        )
-        if states:
-            self._run(states, transform, progress, deadline_s)
-        return to_groups(prompts, states, samples_per_prompt, self.tokenizer)
+        config, tokenizer = self.model.config, self.tokenizer
+        states = states_of(groups, sampling, self.seed, config, tokenizer, budget)
+        open_ones = [state for state in states if state.finish_reason is None]
+        if open_ones:
+            self._run(self.lengths.longest_first(open_ones), transform, progress, deadline_s)
+            self.lengths.learn(open_ones)
+        return to_groups(groups, states, tokenizer)
 
     def _run(
         self,
@@ -226,8 +210,8 @@ class Engine:
         """The cache, large enough for any one sample and holding nothing of older weights."""
         if self.model.version != self._version:
             self.refresh()
-        longest = max(states, key=lambda s: len(s.prompt.ids) + s.limit)
-        tokens = len(longest.prompt.ids) + longest.limit
+        longest = max(states, key=lambda s: len(s.prompt.ids) + s.end)
+        tokens = len(longest.prompt.ids) + longest.end
         if self.config.cache_tokens and self.config.cache_tokens < tokens + self.page_size:
             raise ValueError(
                 f"rollout.cache_tokens is {self.config.cache_tokens}, but prompt "

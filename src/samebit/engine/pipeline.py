@@ -29,7 +29,6 @@ from samebit.engine.scheduler import Batch, Scheduler, Slot
 from samebit.layout import PagedLayout, to_device
 from samebit.models.decoder import Decoder
 from samebit.reference.sampling import Transform, stream_key, stream_state
-from samebit.types import FinishReason
 
 AHEAD = 16
 """Tokens ahead for which pages are taken once any row needs one, so that tables are uploaded seldom."""
@@ -65,7 +64,7 @@ class Lanes:
         if held is None:
             held = self._of[id(slot)] = self._free.pop()
             self.slots[held], self.length[held] = slot, 0
-            self.limit[held] = slot.state.limit - len(slot.state.ids)
+            self.limit[held] = slot.state.end - len(slot.state.ids)
         return held
 
     def give_back(self, slot: Slot, version: int) -> None:
@@ -165,7 +164,8 @@ class Pipeline:
         self.model, self.scheduler, self.step, self.transform = model, scheduler, step, transform
         self.state = (step.eager if isinstance(step, GraphStep) else step).state
         self.places = Places(self.state)
-        self.lanes = Lanes(scheduler.max_batch, max(s.limit for s in states))
+        longest = max(s.end - len(s.ids) for s in states)
+        self.lanes = Lanes(scheduler.max_batch, longest)
         self.buckets = bucket_sizes(scheduler.max_batch)
         longest = (self.state.table.shape[1] - HEADER) * self.state.page_size
         self.bounds = (*(b for b in CONTEXT_BOUNDS if b < longest), longest)
@@ -324,7 +324,7 @@ class Pipeline:
             stopped |= self._complete_stops(mine, ids)
         self.tokens += len(mine)
         for i in np.flatnonzero(stopped | (at + 1 == lanes.limit[mine])).tolist():
-            self._end_sample(int(mine[i]), "stop" if stopped[i] else "length")
+            self._end_sample(int(mine[i]), bool(stopped[i]))
 
     def _require_finite(self, lanes: np.ndarray, ids: np.ndarray, logps: np.ndarray) -> None:
         for i in np.flatnonzero(~np.isfinite(logps)).tolist():
@@ -342,11 +342,11 @@ class Pipeline:
             bool,
         )
 
-    def _end_sample(self, lane: int, reason: FinishReason) -> None:
+    def _end_sample(self, lane: int, stopped: bool) -> None:
         slot = self.lanes.slots[lane]
         assert slot is not None
         self.lanes.give_back(slot, self.model.version)
-        slot.state.finish_reason = reason
+        slot.state.finish_reason = "stop" if stopped else slot.state.reason_at_end
         self.places.leave_slot(slot)
         self.scheduler.release(slot)
         self.ended += 1

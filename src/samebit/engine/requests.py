@@ -16,7 +16,10 @@ from samebit.types import FinishReason, Group, Prompt, Sample, Sampling
 
 @dataclass
 class SampleState:
-    """A completion being drawn. `limit`: tokens it may have; `seed`: of its noise stream."""
+    """A completion being drawn. `limit`: tokens it may have; `seed`: of its noise stream.
+
+    cut: tokens at which it is left for another time; none: `limit`.
+    """
 
     prompt: Prompt
     sample_id: int
@@ -25,6 +28,7 @@ class SampleState:
     stop_ids: frozenset[int]
     stop: tuple[str, ...] = ()
     stream: TextStream | None = None
+    cut: int | None = None
     ids: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -48,8 +52,18 @@ class SampleState:
         self.extend([token], [logp], version)
         if token in self.stop_ids or self.completes_stop(token):
             self.finish_reason = "stop"
-        elif len(self.ids) >= self.limit:
-            self.finish_reason = "length"
+        elif len(self.ids) >= self.end:
+            self.finish_reason = self.reason_at_end
+
+    @property
+    def end(self) -> int:
+        """Tokens it has when it leaves the engine without a stop."""
+        return self.limit if self.cut is None else min(self.limit, self.cut)
+
+    @property
+    def reason_at_end(self) -> FinishReason:
+        """Why it leaves then."""
+        return "length" if self.end == self.limit else "partial"
 
     def extend(self, ids: list[int], logps: list[float], version: int) -> None:
         """Add drawn tokens; whether they end the sample is the caller's to say."""
@@ -101,26 +115,43 @@ def transform_of(sampling: Sampling) -> Transform:
     return Transform(sampling.temperature, sampling.top_k, sampling.top_p)
 
 
-def new_states(
-    prompts: Sequence[Prompt],
-    samples_per_prompt: int,
+def begin(
+    prompts: Sequence[Prompt], samples_per_prompt: int, first_sample_id: int = 0
+) -> list[Group]:
+    """Groups without a token, to be given to `advance`; ids from first_sample_id in order."""
+    if samples_per_prompt < 1:
+        raise ValueError(f"samples_per_prompt is {samples_per_prompt}; it must be >= 1")
+
+    def sample(prompt: Prompt, number: int) -> Sample:
+        nothing = np.zeros(0, np.float32), np.zeros(0, np.int32)
+        return Sample(prompt.id, first_sample_id + number, (), *nothing, "partial")
+
+    n = samples_per_prompt
+    return [
+        Group(prompt, tuple(sample(prompt, i * n + j) for j in range(n)))
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def states_of(
+    groups: Sequence[Group],
     sampling: Sampling,
-    first_sample_id: int,
     seed: int,
     config: ModelConfig,
     tokenizer: Tokenizer | None,
+    budget: int = 0,
 ) -> list[SampleState]:
-    """One state a sample, grouped by prompt in order; ValueError before any work.
+    """The states of all samples in order, finished ones with their reason; ValueError before any work.
 
     The noise seed is seed + sampling.seed. End ids are the union of the checkpoint's, the
-    tokenizer's and the request's.
+    tokenizer's and the request's. budget: tokens a sample may be given now (0: up to its limit).
     """
-    if samples_per_prompt < 1:
-        raise ValueError(f"samples_per_prompt is {samples_per_prompt}; it must be >= 1")
+    if budget < 0:
+        raise ValueError(f"the budget is {budget} tokens; it must be >= 0 (0 is none)")
     if sampling.stop and tokenizer is None:
         raise ValueError(f"stop strings {sampling.stop} need a tokenizer; give the engine one")
-    for prompt in prompts:
-        _check_prompt(prompt, config)
+    for group in groups:
+        _check_prompt(group.prompt, config)
     unknown = sorted(i for i in sampling.stop_ids if not 0 <= i < config.tokenizer_size)
     if unknown:
         raise ValueError(
@@ -130,19 +161,32 @@ def new_states(
     stop_ids = frozenset(config.eos_ids) | frozenset(sampling.stop_ids)
     if tokenizer is not None:
         stop_ids |= frozenset(tokenizer.stop_ids)
-    return [
-        SampleState(
-            prompt=prompt,
-            sample_id=first_sample_id + i * samples_per_prompt + j,
-            limit=min(sampling.max_tokens, config.max_position - len(prompt.ids)),
+
+    def state_of(group: Group, sample: Sample) -> SampleState:
+        drawn = len(sample.ids)
+        state = SampleState(
+            prompt=group.prompt,
+            sample_id=sample.sample_id,
+            limit=min(sampling.max_tokens, config.max_position - len(group.prompt.ids)),
             seed=seed + sampling.seed,
             stop_ids=stop_ids,
             stop=sampling.stop,
             stream=tokenizer.stream() if sampling.stop and tokenizer is not None else None,
+            cut=drawn + budget if budget else None,
+            ids=list(sample.ids),
+            logps=sample.logps.tolist(),
+            versions=sample.versions.tolist(),
         )
-        for i, prompt in enumerate(prompts)
-        for j in range(samples_per_prompt)
-    ]
+        if sample.finished:
+            state.finish_reason = sample.finish_reason
+        elif drawn >= state.limit:  # it was begun under a higher limit
+            state.finish_reason = "length"
+        elif state.stream is not None:
+            for token in sample.ids:
+                state.stream.push(token)
+        return state
+
+    return [state_of(group, sample) for group in groups for sample in group.samples]
 
 
 def _check_prompt(prompt: Prompt, config: ModelConfig) -> None:
@@ -164,12 +208,8 @@ def _check_prompt(prompt: Prompt, config: ModelConfig) -> None:
 
 
 def to_groups(
-    prompts: Sequence[Prompt],
-    states: Sequence[SampleState],
-    samples_per_prompt: int,
-    tokenizer: Tokenizer | None,
+    groups: Sequence[Group], states: Sequence[SampleState], tokenizer: Tokenizer | None
 ) -> list[Group]:
-    """Groups in the order of `prompts`."""
-    samples = [state.to_sample(tokenizer) for state in states]
-    n = samples_per_prompt
-    return [Group(p, tuple(samples[i * n : (i + 1) * n])) for i, p in enumerate(prompts)]
+    """The groups with the samples as their states are now."""
+    samples = iter([state.to_sample(tokenizer) for state in states])
+    return [Group(g.prompt, tuple(next(samples) for _ in g.samples)) for g in groups]

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from samebit.collect import grade
 from samebit.config import RolloutConfig
 from samebit.engine.api import load_engine
 from samebit.log import Reporter, read_json_lines
@@ -121,7 +122,7 @@ def _judge(run: Run, study: Study, model: Decoder) -> float:
         )
     finally:
         engine.close()
-    rewards = [r for g in run.grade(groups) for r in g.rewards if r is not None]
+    rewards = [r for g in grade(run.task, groups) for r in g.rewards if r is not None]
     return sum(rewards) / len(rewards) if rewards else float("nan")
 
 

@@ -65,10 +65,12 @@ def save(
     keep: int,
     about: Mapping[str, Any],
     pinned: Collection[str] = (),
+    folders: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
 ) -> Path:
     """Write checkpoint `progress.step` under `folder`, then drop all but the newest `keep`.
 
-    pinned: names of checkpoints that are not dropped.
+    pinned: names of checkpoints that are not dropped. folders: tensors of others, by folder beside the
+    optimiser's.
 
     An unreadable folder of the same step is replaced. OSError (disk full) leaves the previous
     checkpoints as they were.
@@ -83,11 +85,11 @@ def save(
     size = sum(t.numel() * t.element_size() for t in (*masters.values(), *optimizer.values()))
     with atomic_folder(target, size + (1 << 20)) as work:
         digests = write_checkpoint(work, sources_of(masters))
-        (work / "optimizer").mkdir()
-        for name, digest in write_checkpoint(
-            work / "optimizer", sources_of(optimizer or {"none": torch.zeros(1)})
-        ).items():
-            digests[f"optimizer/{name}"] = digest
+        parts = {"optimizer": optimizer or {"none": torch.zeros(1)}, **(folders or {})}
+        for folder_name, tensors in parts.items():
+            (work / folder_name).mkdir()
+            for name, digest in write_checkpoint(work / folder_name, sources_of(tensors)).items():
+                digests[f"{folder_name}/{name}"] = digest
         state = {
             "progress": asdict(progress),
             "plan": trainer.model.plan.digest,

@@ -56,11 +56,19 @@ class MemoryPlan:
     """Rows of the largest pack."""
     per_token: int = 0
     """Bytes that one more row of a pack would take."""
+    cache_row: int = 0
+    """Bytes of a token's keys and values over all layers."""
 
     @property
     def total(self) -> int:
         """Bytes on the device during training, the KV cache apart (it is given back)."""
         return sum(p.size for p in self.parts if not p.host and p.name != "KV cache")
+
+    @property
+    def standing(self) -> int:
+        """Bytes on the device during a rollout, the KV cache apart: masters, weights and moments."""
+        names = ("FP32 masters", "weights", "moments", "reference", "BF16 shadow")
+        return sum(p.size for p in self.parts if p.name.startswith(names) and not p.host)
 
     @property
     def cache(self) -> int:
@@ -307,4 +315,5 @@ def plan_memory(
         chosen,
         tokens,
         kept.size // tokens + passing + head,
+        row,
     )

@@ -60,13 +60,17 @@ def _size(shape: LinearShape) -> int:
 def update_seconds(
     card: Card, model: ModelConfig, plan: Plan, groups: Sequence[Group]
 ) -> dict[str, float]:
-    """Of one forward and backward over a rollout: three products a linear, seven a head of attention.
-
-    Keys as the families of `train.profile`.
-    """
+    """Of one forward and backward over a rollout, by family of kernels (`train.profile`)."""
     rows = sum(fed_tokens(g) for g in groups)
     predicted = sum(len(s.ids) for g in groups for s in g.samples)
     pairs = sum(attention_pairs(g) for g in groups)
+    return counted_seconds(card, model, plan, rows, pairs, predicted)
+
+
+def counted_seconds(
+    card: Card, model: ModelConfig, plan: Plan, rows: int, pairs: int, predicted: int
+) -> dict[str, float]:
+    """`update_seconds` of so many rows, (query, key) pairs and log-probs: three products a linear."""
     backward, total = plan.recipe.backward, 0.0
     for shape in plan.linears:
         forward = plan.recipe.train.gemm(shape.role).lhs
@@ -75,7 +79,7 @@ def update_seconds(
             precisions = [forward] * 3
         tokens = predicted if shape.role == "head" else rows
         total += sum(2.0 * tokens * _size(shape) / card.products(p) for p in precisions)
-    # forward: Q K and P V; backward: those of P, dP, dV, dQ, dK
+    # seven a head of attention: Q K and P V; backward P again, dP, dV, dQ, dK
     attention = 2.0 * 7 * model.layers * model.heads * model.head_dim * pairs
     return {"products": total, "attention": attention / card.bf16}
 

@@ -1,0 +1,133 @@
+"""What a step trains on: prompts sampled and graded, whole or, with `rollout.partial_tokens`, in parts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from samebit.clock import Clock
+from samebit.config import Config
+from samebit.engine.api import RolloutEngine
+from samebit.engine.requests import begin
+from samebit.partial import Held
+from samebit.reporter import Reporter
+from samebit.rl.api import Algorithm
+from samebit.samples import aborted, rollout_metrics, without_empty
+from samebit.tasks.api import TaskBase
+from samebit.train.checkpoint import Progress
+from samebit.types import Group, Sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class Collected:
+    """A step's samples. groups: to train on. seen: all that were graded. held: begun and not finished.
+
+    progress: the counters after the step, its number apart.
+    """
+
+    groups: list[Group]
+    seen: list[Group]
+    metrics: dict[str, float]
+    progress: Progress
+    held: tuple[Held, ...] = ()
+
+
+class Collector:
+    """Draws and grades a step's samples."""
+
+    def __init__(
+        self,
+        config: Config,
+        task: TaskBase,
+        engine: RolloutEngine,
+        algorithm: Algorithm,
+        sampling: Sampling,
+        report: Reporter,
+    ):
+        self.config, self.task, self.engine = config, task, engine
+        self.algorithm, self.sampling, self.report = algorithm, sampling, report
+
+    def collect(self, progress: Progress, held: Sequence[Held], clock: Clock) -> Collected:
+        """The next step's groups; held: what the step before left."""
+        if held or self.config.rollout.partial_tokens:
+            return self._parts(progress, held, clock)
+        return self._rounds(progress, clock)
+
+    def _rounds(self, progress: Progress, clock: Clock) -> Collected:
+        """Sample until the algorithm's selection fills a step, at most its number of rounds."""
+        config, wanted = self.config, self.config.rl.prompts_per_step
+        kept: list[Group] = []
+        seen: list[Group] = []
+        for _ in range(self.algorithm.max_sampling_rounds):
+            prompts = self.task.prompts("train", progress.next_prompt, wanted)
+            with clock("rollout"):
+                groups = self.engine.generate(
+                    prompts,
+                    config.rl.group_size,
+                    self.sampling,
+                    progress.next_sample,
+                    self.report.progress("rollout"),
+                )
+            progress = self._after(progress)
+            with clock("reward"):
+                groups = grade(self.task, groups)
+            seen += groups
+            selection = self.algorithm.select(without_empty(groups))
+            kept += selection.groups
+            if len(kept) >= wanted:
+                break
+        else:
+            if len(kept) < wanted:
+                self.report.note(f"{selection.describe()}; training on {len(kept)} groups")
+        metrics = rollout_metrics(seen) | self.task.stats.metrics(reset=True)
+        return Collected(kept[:wanted], seen, metrics, progress)
+
+    def _parts(self, progress: Progress, held: Sequence[Held], clock: Clock) -> Collected:
+        """New prompts and those held go on by `partial_tokens` a sample; whole groups are trained on."""
+        config, start = self.config, progress.next_prompt
+        wanted, size = config.rl.prompts_per_step, config.rl.group_size
+        new = begin(self.task.prompts("train", start, wanted), size, progress.next_sample)
+        open_ones = [*held, *(Held(start + i, group) for i, group in enumerate(new))]
+        with clock("rollout"):
+            groups = self.engine.advance(
+                [h.group for h in open_ones],
+                self.sampling,
+                self.report.progress("rollout"),
+                budget=config.rollout.partial_tokens,
+            )
+        now = [Held(h.index, group) for h, group in zip(open_ones, groups, strict=True)]
+        whole = [h.group for h in now if all(s.finished for s in h.group.samples)]
+        left = tuple(h for h in now if not all(s.finished for s in h.group.samples))
+        with clock("reward"):
+            seen = grade(self.task, whole)
+        selection = self.algorithm.select(without_empty(seen))
+        drawn = sum(h.tokens for h in now) - sum(h.tokens for h in held)
+        metrics = rollout_metrics(seen) | self.task.stats.metrics(reset=True)
+        metrics |= {
+            "rollout/drawn_tokens": float(drawn),
+            "rollout/groups": float(len(whole)),
+            "rollout/held_groups": float(len(left)),
+            "rollout/held_tokens": float(sum(h.tokens for h in left)),
+        }
+        return Collected(list(selection.groups), seen, metrics, self._after(progress), left)
+
+    def _after(self, progress: Progress) -> Progress:
+        """The counters after a step's worth of prompts."""
+        wanted, size = self.config.rl.prompts_per_step, self.config.rl.group_size
+        return dataclasses.replace(
+            progress,
+            next_prompt=progress.next_prompt + wanted,
+            next_sample=progress.next_sample + wanted * size,
+        )
+
+
+def grade(task: TaskBase, groups: Sequence[Group]) -> list[Group]:
+    """Rewards for every sample; None is no verdict, as for a sample that the engine gave up."""
+    whole = [(g.prompt, s.text) for g in groups for s in g.samples if not aborted(s)]
+    found = iter(task.reward([p for p, _ in whole], [t for _, t in whole]))
+    return [
+        dataclasses.replace(
+            g, rewards=tuple(None if aborted(s) else next(found) for s in g.samples)
+        )
+        for g in groups
+    ]
