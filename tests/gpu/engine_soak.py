@@ -33,7 +33,7 @@ Engine.pipelined = True
 HOUR = 222_000
 """Requests of the hour that the module's head works out."""
 
-PLACES = 256 if DEVICE.type == "cuda" else 16
+PLACES = 512 if DEVICE.type == "cuda" else 16
 SETTLED = 4
 """Rounds after which nothing may grow: every kind of round was there once."""
 
@@ -142,7 +142,7 @@ class Soak:
         self.engine.close()
         return {
             "requests": self.requests, "share_of_an_hour": round(self.requests / HOUR, 3),
-            "tokens": self.tokens, "rounds": self.rounds, "aborted": self.aborted,
+            "tokens": self.tokens, "seconds_in_rollouts": round(sum(self.seconds), 1), "rounds": self.rounds, "aborted": self.aborted,
             "updates": self.updates, "preemptions": stats.preemptions, "forwards": stats.forwards,
             "graphs_made": stats.captures, "differing": self.wrong, "compared": self.compared,
             "unequal": self.unequal, "leaked": self.leaked, "grown_since_a_third": grown,
