@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -77,16 +78,19 @@ def _measure(
     about = {} if derived else records.provenance(found.text("commit"))
     file_of = {case.name: out / api.file_name(suite, suites[suite]) for suite, case in cases}
 
+    took: dict[str, float] = {}
+
+    def measure(case: Any) -> dict[str, Any]:
+        begun = time.monotonic()
+        fields = runner.measure(case) if case.derive is None else case.derive(_records(out))
+        took[case.name] = time.monotonic() - begun
+        return fields
+
     def keep(case: Any, fields: dict[str, Any]) -> None:
         record = {"row": case.name, **records.rounded(fields), **({} if case.derive else about)}
         records.add(file_of[case.name], record)
-        print(f"{case.name:44s} {_short(records.rounded(fields))}", flush=True)
-
-    def measure(case: Any) -> dict[str, Any]:
-        if case.derive is None:
-            return runner.measure(case)
-        files = {n: out / api.file_name(n, api.load_suite(n)) for n in api.suite_names()}
-        return case.derive({name: records.read(path) for name, path in files.items()})
+        shown = f"{_short(records.rounded(fields))}  ({took[case.name]:.1f} s)"
+        print(f"{case.name:44s} {shown}", flush=True)
 
     done = api.run_cases((case for _, case in cases), measure, seconds, keep)
     for row, error in done.failed.items():
@@ -96,6 +100,14 @@ def _measure(
     print()
     _print_table(suites, out)
     return 1 if done.failed else 0
+
+
+def _records(out: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """Rows by suite and name, for rows that are made of others."""
+    from samebit.bench import api, records
+
+    files = {name: out / api.file_name(name, api.load_suite(name)) for name in api.suite_names()}
+    return {name: records.read(path) for name, path in files.items()}
 
 
 def _short(fields: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ keep all they read); else it is train.recompute.
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -30,7 +31,7 @@ FEW, MANY = 2, 6
 """Depths whose difference is a layer."""
 SEQUENCES = 256
 """Of a step."""
-ROUNDS = 4
+ROUNDS = 3
 
 
 def _whole_name(recipe: str, tokens: int, mode: str) -> str:
@@ -63,20 +64,11 @@ def cases() -> Iterator[Case]:
     """micro/MODEL/LENGTH/MODE, whole/MODEL/LENGTH/TOKENS/RECIPE/MODE, step/... and integrated/..."""
     from samebit.bench import integrate
 
-    for model in ("qwen3-8b", "llama-3.1-8b"):
-        for length in (2048, 8192):
-            for mode in ("once", "mlp"):
-                yield Case(
-                    f"micro/{model}/{length}/{mode}",
-                    measure=lambda m=model, n=length, r=mode: micro(m, n, r),
-                    warm=lambda m=model, n=length, r=mode: warm(m, n, r),
-                )
-    for recipe in RECIPES:
-        for tokens, mode in ((8192, "once"), (8192, "mlp"), (16384, "mlp")):
-            yield Case(
-                _whole_name(recipe, tokens, mode),
-                measure=lambda r=recipe, t=tokens, c=mode: whole("qwen3-8b", 2048, t, r, c),
-            )
+    yield from _micro_cases("qwen3-8b")
+    yield from _whole_cases(8192, "once")
+    yield from _micro_cases("llama-3.1-8b")
+    yield from _whole_cases(8192, "mlp")
+    yield from _whole_cases(16384, "mlp")
     for recipe in RECIPES:
         yield Case(
             f"step/qwen3-0.6b/{SEQUENCES}x2048/{recipe}",
@@ -89,6 +81,24 @@ def cases() -> Iterator[Case]:
                 f"integrated/qwen3-8b/{length}/{recipe}",
                 derive=lambda held, n=length, r=recipe: integrate.step_of(held, "qwen3-8b", n, r),
             )
+
+
+def _micro_cases(model: str) -> Iterator[Case]:
+    for length, mode in itertools.product((2048, 8192), ("once", "mlp")):
+        yield Case(
+            f"micro/{model}/{length}/{mode}",
+            measure=lambda m=model, n=length, r=mode: micro(m, n, r),
+            warm=lambda m=model, n=length, r=mode: warm(m, n, r),
+        )
+
+
+def _whole_cases(tokens: int, mode: str) -> Iterator[Case]:
+    for recipe in RECIPES:
+        yield Case(
+            _whole_name(recipe, tokens, mode),
+            measure=lambda r=recipe, t=tokens, c=mode: whole("qwen3-8b", 2048, t, r, c),
+            warm=lambda r=recipe, t=tokens, c=mode: whole("qwen3-8b", 2048, t, r, c, layers=1),
+        )
 
 
 def recompute_of(recipe: str, mode: str) -> str:
@@ -221,14 +231,16 @@ def _phases(out: dict[str, Any], arms: dict[str, Any], model: str, length: int) 
             out[f"{one}_over_{other}"] = out[f"{other}_phase_s"] / out[f"{one}_phase_s"]
 
 
-def whole(model: str, length: int, tokens: int, recipe: str, mode: str) -> dict[str, Any]:
+def whole(
+    model: str, length: int, tokens: int, recipe: str, mode: str, layers: int = 0
+) -> dict[str, Any]:
     """All layers: seconds of a micro-batch and of the optimiser, and the peak of memory beside its plan."""
     import torch
 
     from samebit.bench import training
     from samebit.train.memory import GIB, plan_memory
 
-    config = training.shape_of(model)
+    config = training.shape_of(model, layers)
     settings = training.settings(tokens, length, recompute_of(recipe, mode))
     torch.cuda.reset_peak_memory_stats()
     arm = training.Arm(
