@@ -34,8 +34,6 @@ HOUR = 222_000
 """Requests of the hour that the module's head works out."""
 
 PLACES = 1024 if DEVICE.type == "cuda" else 16
-SETTLED = 4
-"""Rounds after which nothing may grow: every kind of round was there once."""
 
 
 def host_bytes() -> int:
@@ -57,7 +55,7 @@ def requests_of(round_index: int, vocabulary: int) -> tuple[list[Any], int, Samp
     """(prompts, samples of each, sampling) of a round; rounds differ in everything."""
     chance = random.Random(round_index)
     samples = chance.choice((1, 4, 8, 16))
-    lengths = [int(10 ** chance.uniform(0, 2.6)) for _ in range(8 * PLACES // samples)]
+    lengths = [int(10 ** chance.uniform(0, 2.6)) for _ in range(4 * PLACES // samples)]
     if round_index % 8 == 7:
         lengths[0] = 2000 if DEVICE.type == "cuda" else 200
     sampling = Sampling(
