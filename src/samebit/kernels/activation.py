@@ -14,11 +14,12 @@ from samebit.formats import BLOCK, Format
 from samebit.kernels.norm import ROW_INT8, code_mode
 from samebit.kernels.quantize_common import (
     NUMERIC_OPTIONS,
+    amax_bits,
     block_codes,
     empty_activation_scale,
-    magnitude_bits,
     padded,
     round_to_bf16,
+    widened_once,
 )
 from samebit.kernels.quantize_row import quantize_rows
 
@@ -58,9 +59,8 @@ def _silu_mul_kernel(
     if STORE:
         tl.store(y_ptr + t[:, None] * F + f[None, :], y, mask=inside)
     if CODES:
-        y = y.to(tl.float32)
-        bits = tl.max(magnitude_bits(y), axis=1, keep_dims=True)
-        codes, scale = block_codes(y, bits, True)
+        y = widened_once(y)
+        codes, scale = block_codes(y, amax_bits(y, 1), True)
         tl.store(codes_ptr + t[:, None] * codes_stride + f[None, :], codes, mask=rows[:, None])
         address = scale_ptr + t * scale_stride_t + g * scale_stride_g
         tl.store(address, tl.reshape(scale, (ROWS,)), mask=rows)
