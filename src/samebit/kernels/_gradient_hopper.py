@@ -17,13 +17,73 @@ REGISTERS = 80
 """Per thread, so that three programs fit on a multiprocessor."""
 ROW_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0]))
 COLUMN_LAYOUT = gl.constexpr(gl.BlockedLayout([32, 2], [1, 32], [4, 2], [0, 1]))
+PAIR_LAYOUT = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [1, 0], [2, 0], [4, 0], [8, 0], [16, 0]],
+        lane_bases=[[0, 2], [0, 4], [0, 8], [0, 16], [0, 32]],
+        warp_bases=[[32, 0], [64, 0], [0, 64]],
+        block_bases=[],
+        shape=[128, 128],
+    )
+)
+"""COLUMN_LAYOUT with the two features of a word as neighbours, as shared memory delivers them."""
 STORE_LAYOUT = gl.constexpr(gl.BlockedLayout([16, 1], [8, 4], [1, 8], [0, 1]))
 SHARED_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, order=[1, 0]))
 
 
 @gluon.jit
+def _widened(x):
+    """BF16 to FP32, an instruction an element."""
+    return gl.inline_asm_elementwise(
+        "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }",
+        "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _larger(a, b):
+    """The BF16 of the larger magnitude (a NaN is the largest), two at a time; its sign means nothing."""
+    return gl.inline_asm_elementwise(
+        "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;",
+        "=r,r,r", [a, b], dtype=gl.bfloat16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _halved(x, LEAD: gl.constexpr, LENGTH: gl.constexpr, REST: gl.constexpr):
+    """The larger of x[:, i, :] and x[:, LENGTH / 2 + i, :] for x [LEAD, LENGTH, REST]."""
+    x = gl.permute(gl.reshape(x, (LEAD, 2, LENGTH // 2, REST)), (0, 2, 3, 1))
+    a, b = gl.split(x)
+    return _larger(a, b)
+
+
+@gluon.jit
 def _magnitude(x):
-    return x.to(gl.float32).to(gl.int32, bitcast=True) & 0x7FFFFFFF
+    return (x.to(gl.int16, bitcast=True).to(gl.int32) << 16) & 0x7FFFFFFF
+
+
+@gluon.jit
+def _row_amax(x, ROWS: gl.constexpr, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
+    """Bits of max |x| of each row; a thread holds 16 neighbours, folded in its registers."""
+    PARTS: gl.constexpr = ROWS * (BLOCK // 16)
+    x = gl.reshape(x, (PARTS, 16, 1))
+    x = _halved(x, PARTS, 16, 1)
+    x = _halved(x, PARTS, 8, 1)
+    x = _halved(x, PARTS, 4, 1)
+    bits = gl.max(_magnitude(gl.reshape(x, (ROWS, BLOCK // 8))), axis=1)
+    return gl.convert_layout(bits, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+
+
+@gluon.jit
+def _column_amax(x, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
+    """Bits of max |x| of each column; a thread holds 32 neighbours, folded in its registers."""
+    PARTS: gl.constexpr = BLOCK // 32
+    x = _halved(gl.reshape(x, (PARTS, 32, BLOCK)), PARTS, 32, BLOCK)
+    x = _halved(x, PARTS, 16, BLOCK)
+    x = _halved(x, PARTS, 8, BLOCK)
+    x = _halved(x, PARTS, 4, BLOCK)
+    bits = gl.max(_magnitude(gl.reshape(x, (2 * PARTS, BLOCK))), axis=0)
+    return gl.convert_layout(bits, gl.SliceLayout(0, LAYOUT))
 
 
 @gluon.jit
@@ -35,26 +95,17 @@ def _scale(bits):
 
 
 @gluon.jit
-def _inverse(scale):
-    return gl.inline_asm_elementwise(
-        "{ .reg .f32 r, e, n, one; neg.f32 n, $1; mov.f32 one, 0f3F800000; rcp.approx.ftz.f32 r, $1; "
-        "fma.rn.f32 e, n, r, one; fma.rn.f32 $0, e, r, r; }",
-        "=f,f", [scale], dtype=gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _quotient(x, scale):
-    """BF16 x over scales that broadcast, good for codes; see quantize_common.quotient."""
-    x = x.to(gl.float32)
-    inverse = _inverse(scale)
-    x, divisor = gl.broadcast(x, scale)
-    x, inverse = gl.broadcast(x, inverse)
-    return gl.inline_asm_elementwise(
-        "{ .reg .f32 r, n, m; neg.f32 n, $2; neg.f32 m, $4; "
-        "fma.rn.f32 r, $3, $1, n; fma.rn.f32 $0, r, m, $1; }",
-        "=f,f,f,f,f", [x * inverse, x, divisor, inverse], dtype=gl.float32, is_pure=True, pack=1,
+    """BF16 x over scales that broadcast, good for codes; see quantize_common.e4m3_quotient."""
+    high, low = gl.inline_asm_elementwise(
+        "{ .reg .f32 r, e, n, one; neg.f32 n, $2; mov.f32 one, 0f3F800000; rcp.approx.ftz.f32 r, $2; "
+        "fma.rn.f32 e, n, r, one; fma.rm.f32 $0, e, r, r; "
+        "fma.rn.f32 e, n, $0, one; mul.rn.f32 $1, e, $0; }",
+        "=&f,=f,f", [scale], dtype=(gl.float32, gl.float32), is_pure=True, pack=1,
     )  # fmt: skip
+    x, high = gl.broadcast(x, high)
+    x, low = gl.broadcast(x, low)
+    return gl.fma(x, high, x * low)
 
 
 @gluon.jit
@@ -86,25 +137,26 @@ def quantize_gradient_kernel(
     x = gl.load(x_ptr + t[:, None] * x_stride + n[None, :], mask=inside, other=0.0)
     shared = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, BLOCK], SHARED_LAYOUT, x)
 
-    scale = _scale(gl.max(_magnitude(x), axis=1))
-    codes = _quotient(x, scale[:, None]).to(gl.float8e4nv)
+    scale = _scale(_row_amax(x, BLOCK, BLOCK, ROW_LAYOUT))
+    codes = _quotient(_widened(x), scale[:, None]).to(gl.float8e4nv)
     gl.store(codes_ptr + t[:, None] * codes_stride + n[None, :], codes, mask=rows[:, None])
     gl.store(scale_ptr + t * scale_stride_t + block_n * scale_stride_g, scale, mask=rows)
 
     gl.thread_barrier()
-    y = shared.load(COLUMN_LAYOUT)
+    y = shared.load(PAIR_LAYOUT)
     n = block_n * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, COLUMN_LAYOUT))
-    scale = _scale(gl.max(_magnitude(y), axis=0))
+    scale = _scale(_column_amax(y, BLOCK, COLUMN_LAYOUT))
     target = transposed_scale_ptr + group.to(gl.int64) * transposed_scale_stride
     gl.store(target + n, scale, mask=n < N)
-    q = _quotient(y, scale[None, :])
-    row = gl.arange(0, BLOCK, gl.SliceLayout(1, COLUMN_LAYOUT))
-    if count < BLOCK:
-        # A NaN scale would turn the zero padding into NaN codes.
-        q = gl.where((row < count)[:, None], q, gl.zeros_like(q))
-    codes = gl.convert_layout(q.to(gl.float8e4nv), STORE_LAYOUT)
+    y = gl.convert_layout(_widened(y), COLUMN_LAYOUT)
+    codes = _quotient(y, scale[None, :]).to(gl.float8e4nv)
+    codes = gl.convert_layout(codes, STORE_LAYOUT)
     row = gl.arange(0, BLOCK, gl.SliceLayout(1, STORE_LAYOUT))
     n = block_n * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, STORE_LAYOUT))
+    if count < BLOCK:
+        # A NaN scale makes NaN codes of the zero padding.
+        kept = gl.where((row < count)[:, None], codes.to(gl.int8, bitcast=True), 0)
+        codes = kept.to(gl.float8e4nv, bitcast=True)
     target = (
         transposed_ptr + group.to(gl.int64) * BLOCK + n.to(gl.int64)[None, :] * transposed_stride
     )

@@ -128,7 +128,7 @@ def _rope_kernel(
         x1, x2 = _load_heads(q_ptr + t * q_stride, offset, h < H, HALF)
         angle = tl.load(positions_ptr + t).to(tl.int64) * HALF
         w1, w2 = _load_gain(q_weight_ptr, x1, NORM, HALF)
-        for i in tl.range(Q_TOKENS, num_stages=1):
+        for _ in tl.range(Q_TOKENS, num_stages=1):
             cos = tl.load(cos_ptr + angle + d)
             sin = tl.load(sin_ptr + angle + d)
             if Q_TOKENS > 1:
