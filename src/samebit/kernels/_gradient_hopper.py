@@ -10,11 +10,14 @@ from samebit.kernels.quantize_common import (
     FLOOR_BITS,
     RECIPROCAL_448_HIGH,
     RECIPROCAL_448_LOW,
+    SIGMOID,
 )
 
 WARPS = 8
-REGISTERS = 80
-"""Per thread, so that three programs fit on a multiprocessor."""
+REGISTERS = 64
+"""Per thread, so that four programs fit on a multiprocessor."""
+STRIP = 32
+"""Rows that one pass of the row layout covers."""
 ROW_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0]))
 COLUMN_LAYOUT = gl.constexpr(gl.BlockedLayout([32, 2], [1, 32], [4, 2], [0, 1]))
 PAIR_LAYOUT = gl.constexpr(
@@ -38,6 +41,14 @@ def _widened(x):
         "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }",
         "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2,
     )  # fmt: skip
+
+
+@gluon.jit
+def _rounded(x):
+    """FP32 to BF16, nearest even, two at a time."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
 
 
 @gluon.jit
@@ -109,6 +120,53 @@ def _quotient(x, scale):
 
 
 @gluon.jit
+def _store_rows(
+    x, first, row, count, block_n, codes_ptr, scale_ptr, codes_stride, scale_stride_t,
+    scale_stride_g, BLOCK: gl.constexpr,
+):  # fmt: skip
+    """Codes and scales along features of BF16 rows in ROW_LAYOUT, `row` of the group's `count`."""
+    n = block_n * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, ROW_LAYOUT))
+    rows = row < count
+    t = (first + row).to(gl.int64)
+    scale = _scale(_row_amax(x, x.shape[0], BLOCK, ROW_LAYOUT))
+    codes = _quotient(_widened(x), scale[:, None]).to(gl.float8e4nv)
+    gl.store(codes_ptr + t[:, None] * codes_stride + n[None, :], codes, mask=rows[:, None])
+    gl.store(scale_ptr + t * scale_stride_t + block_n * scale_stride_g, scale, mask=rows)
+
+
+@gluon.jit
+def _store_columns(
+    shared, group, count, block_n, N, transposed_ptr, transposed_scale_ptr, transposed_stride,
+    transposed_scale_stride, BLOCK: gl.constexpr,
+):  # fmt: skip
+    """Codes, transposed, and scales along tokens of a BF16 tile in shared memory."""
+    y = shared.load(PAIR_LAYOUT)
+    n = block_n * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, COLUMN_LAYOUT))
+    scale = _scale(_column_amax(y, BLOCK, COLUMN_LAYOUT))
+    target = transposed_scale_ptr + group.to(gl.int64) * transposed_scale_stride
+    gl.store(target + n, scale, mask=n < N)
+    y = gl.convert_layout(_widened(y), COLUMN_LAYOUT)
+    codes = _quotient(y, scale[None, :]).to(gl.float8e4nv)
+    store_turned(codes, transposed_ptr, transposed_stride, group, count, block_n, BLOCK)
+
+
+@gluon.jit
+def store_turned(
+    codes, transposed_ptr, stride, group, count, block_n, BLOCK: gl.constexpr
+):  # fmt: skip
+    """Store e4m3 codes [tokens, features] as rows of tokens, in whole lines; zero past `count`."""
+    codes = gl.convert_layout(codes, STORE_LAYOUT)
+    row = gl.arange(0, BLOCK, gl.SliceLayout(1, STORE_LAYOUT))
+    n = block_n * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, STORE_LAYOUT))
+    if count < BLOCK:
+        # A NaN scale makes NaN codes of the zero padding.
+        kept = gl.where((row < count)[:, None], codes.to(gl.int8, bitcast=True), 0)
+        codes = kept.to(gl.float8e4nv, bitcast=True)
+    target = transposed_ptr + group.to(gl.int64) * BLOCK + n.to(gl.int64)[None, :] * stride
+    gl.store(target + row[:, None], codes)
+
+
+@gluon.jit
 def quantize_gradient_kernel(
     x_ptr,
     groups_ptr,
@@ -131,33 +189,86 @@ def quantize_gradient_kernel(
     count = gl.load(groups_ptr + 2 * group + 1)
     row = gl.arange(0, BLOCK, gl.SliceLayout(1, ROW_LAYOUT))
     n = block_n * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, ROW_LAYOUT))
-    rows = row < count
     t = (first + row).to(gl.int64)
-    inside = rows[:, None] & (n < N)[None, :]
+    inside = (row < count)[:, None] & (n < N)[None, :]
     x = gl.load(x_ptr + t[:, None] * x_stride + n[None, :], mask=inside, other=0.0)
     shared = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, BLOCK], SHARED_LAYOUT, x)
-
-    scale = _scale(_row_amax(x, BLOCK, BLOCK, ROW_LAYOUT))
-    codes = _quotient(_widened(x), scale[:, None]).to(gl.float8e4nv)
-    gl.store(codes_ptr + t[:, None] * codes_stride + n[None, :], codes, mask=rows[:, None])
-    gl.store(scale_ptr + t * scale_stride_t + block_n * scale_stride_g, scale, mask=rows)
-
+    _store_rows(
+        x, first, row, count, block_n, codes_ptr, scale_ptr, codes_stride, scale_stride_t,
+        scale_stride_g, BLOCK,
+    )  # fmt: skip
     gl.thread_barrier()
-    y = shared.load(PAIR_LAYOUT)
-    n = block_n * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, COLUMN_LAYOUT))
-    scale = _scale(_column_amax(y, BLOCK, COLUMN_LAYOUT))
-    target = transposed_scale_ptr + group.to(gl.int64) * transposed_scale_stride
-    gl.store(target + n, scale, mask=n < N)
-    y = gl.convert_layout(_widened(y), COLUMN_LAYOUT)
-    codes = _quotient(y, scale[None, :]).to(gl.float8e4nv)
-    codes = gl.convert_layout(codes, STORE_LAYOUT)
-    row = gl.arange(0, BLOCK, gl.SliceLayout(1, STORE_LAYOUT))
-    n = block_n * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, STORE_LAYOUT))
-    if count < BLOCK:
-        # A NaN scale makes NaN codes of the zero padding.
-        kept = gl.where((row < count)[:, None], codes.to(gl.int8, bitcast=True), 0)
-        codes = kept.to(gl.float8e4nv, bitcast=True)
-    target = (
-        transposed_ptr + group.to(gl.int64) * BLOCK + n.to(gl.int64)[None, :] * transposed_stride
-    )
-    gl.store(target + row[:, None], codes)
+    _store_columns(
+        shared, group, count, block_n, N, transposed_ptr, transposed_scale_ptr, transposed_stride,
+        transposed_scale_stride, BLOCK,
+    )  # fmt: skip
+
+
+@gluon.jit
+def silu_mul_gradient_kernel(
+    dy_ptr,
+    gate_ptr,
+    up_ptr,
+    groups_ptr,
+    codes_ptr,
+    scale_ptr,
+    transposed_ptr,
+    transposed_scale_ptr,
+    dy_stride,
+    gate_stride,
+    up_stride,
+    codes_stride,
+    scale_stride_t,
+    scale_stride_g,
+    transposed_stride,
+    transposed_scale_stride,
+    F,
+    STRIP: gl.constexpr,
+    BLOCK: gl.constexpr,
+):
+    """dgate and dup of a tile, in both layouts, never stored in BF16. dup's columns follow dgate's."""
+    block_f = gl.program_id(0)
+    blocks = gl.num_programs(0)
+    group = gl.program_id(1)
+    first = gl.load(groups_ptr + 2 * group)
+    count = gl.load(groups_ptr + 2 * group + 1)
+    f = block_f * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, ROW_LAYOUT))
+    dgate_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, BLOCK], SHARED_LAYOUT)
+    dup_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, BLOCK], SHARED_LAYOUT)
+    # A strip of rows at a time: the FP32 of three whole tiles does not fit the registers.
+    for start in gl.static_range(0, BLOCK, STRIP):
+        row = start + gl.arange(0, STRIP, gl.SliceLayout(1, ROW_LAYOUT))
+        t = (first + row).to(gl.int64)
+        inside = (row < count)[:, None] & (f < F)[None, :]
+        dy = gl.load(dy_ptr + t[:, None] * dy_stride + f[None, :], mask=inside, other=0.0)
+        gate = gl.load(gate_ptr + t[:, None] * gate_stride + f[None, :], mask=inside, other=0.0)
+        up = gl.load(up_ptr + t[:, None] * up_stride + f[None, :], mask=inside, other=0.0)
+        dy = _widened(dy)
+        gate = _widened(gate)
+        # The expressions of activation's backward kernel: the same bits.
+        sigmoid = gl.inline_asm_elementwise(
+            SIGMOID, "=f,f", [gate], dtype=gl.float32, is_pure=True, pack=1
+        )
+        slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+        dgate = _rounded((dy * _widened(up)) * slope)
+        dgate_tile.slice(start, STRIP).store(dgate)
+        dup = _rounded(dy * (gate * sigmoid))
+        dup_tile.slice(start, STRIP).store(dup)
+        _store_rows(
+            dgate, first, row, count, block_f, codes_ptr, scale_ptr, codes_stride, scale_stride_t,
+            scale_stride_g, BLOCK,
+        )  # fmt: skip
+        _store_rows(
+            dup, first, row, count, block_f + blocks, codes_ptr, scale_ptr, codes_stride,
+            scale_stride_t, scale_stride_g, BLOCK,
+        )  # fmt: skip
+    gl.thread_barrier()
+    N = 2 * blocks * BLOCK
+    _store_columns(
+        dgate_tile, group, count, block_f, N, transposed_ptr, transposed_scale_ptr,
+        transposed_stride, transposed_scale_stride, BLOCK,
+    )  # fmt: skip
+    _store_columns(
+        dup_tile, group, count, block_f + blocks, N, transposed_ptr, transposed_scale_ptr,
+        transposed_stride, transposed_scale_stride, BLOCK,
+    )  # fmt: skip

@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from samebit.kernels._gradient_hopper import STORE_LAYOUT, WARPS
+from samebit.kernels._gradient_hopper import WARPS, store_turned
 from samebit.kernels.quantize_common import FLOOR
 
 LOAD_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0]))
@@ -92,18 +92,9 @@ def _values(shared):
 
 
 @gluon.jit
-def _store_turned(q, transposed_ptr, stride, group, count, block_k, BLOCK: gl.constexpr):
-    """Store the codes of a tile [tokens, features] as rows of tokens, zero past `count`."""
-    codes = gl.convert_layout(q, TURNED_LAYOUT).to(gl.float8e4nv)
-    codes = gl.convert_layout(codes, STORE_LAYOUT)
-    row = gl.arange(0, BLOCK, gl.SliceLayout(1, STORE_LAYOUT))
-    k = block_k * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, STORE_LAYOUT))
-    if count < BLOCK:
-        # A NaN scale makes NaN codes of the zero padding.
-        kept = gl.where((row < count)[:, None], codes.to(gl.int8, bitcast=True), 0)
-        codes = kept.to(gl.float8e4nv, bitcast=True)
-    target = transposed_ptr + group.to(gl.int64) * BLOCK + k.to(gl.int64)[None, :] * stride
-    gl.store(target + row[:, None], codes)
+def _codes(q):
+    """Codes of FP32 q in WORD_LAYOUT, packed along tokens."""
+    return gl.convert_layout(q, TURNED_LAYOUT).to(gl.float8e4nv)
 
 
 @gluon.jit
@@ -141,7 +132,7 @@ def rescale_tokens_kernel(
     ratio = _corrected(ratio, dividend, divisor, inverse)
     ratio = gl.convert_layout(ratio, gl.SliceLayout(1, WORD_LAYOUT))
     q = _values(shared) * ratio[:, None]
-    _store_turned(q, transposed_ptr, transposed_stride, group, count, block_k, BLOCK)
+    store_turned(_codes(q), transposed_ptr, transposed_stride, group, count, block_k, BLOCK)
 
 
 @gluon.jit
@@ -183,4 +174,4 @@ def requantize_tokens_kernel(
     dividend, inverse = gl.broadcast(dividend, inverse[None, :])
     # One step suffices for the codes; see quantize_common.e4m3_quotient.
     q = _corrected(dividend * inverse, dividend, divisor, inverse)
-    _store_turned(q, transposed_ptr, transposed_stride, group, count, block_k, BLOCK)
+    store_turned(_codes(q), transposed_ptr, transposed_stride, group, count, block_k, BLOCK)

@@ -17,6 +17,7 @@ from samebit.kernels.quantize_common import (
     amax_bits,
     block_codes,
     empty_activation_scale,
+    gradient_sigmoid,
     padded,
     round_to_bf16,
     widened_once,
@@ -89,8 +90,7 @@ def _silu_mul_backward_kernel(
     up = tl.load(up_ptr + t[:, None] * up_stride + f[None, :], mask=inside, other=0.0)
     dy = tl.load(dy_ptr + t[:, None] * F + f[None, :], mask=inside, other=0.0).to(tl.float32)
     gate = gate.to(tl.float32)
-    denominator = 1.0 + tl.exp(-gate)
-    sigmoid = 1.0 / denominator
+    sigmoid = gradient_sigmoid(gate)
     dup = dy * (gate * sigmoid)
     dgate = (dy * up.to(tl.float32)) * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
     tl.store(dgate_ptr + t[:, None] * dgate_stride + f[None, :], round_to_bf16(dgate), mask=inside)

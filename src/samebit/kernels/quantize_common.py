@@ -298,6 +298,24 @@ def log2(value):
     return value.bit_length() - 1
 
 
+SIGMOID = tl.constexpr(
+    "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; "
+    "add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }"
+)
+"""1 / (1 + 2^(-x * log2 e)) by the hardware's exponential and reciprocal, for gradients."""
+
+
+@triton.jit
+def gradient_sigmoid(x):
+    """1 / (1 + exp(-x)) to a few ulp: gradients are rounded to 8 bits right after."""
+    if NATIVE:
+        return tl.inline_asm_elementwise(
+            SIGMOID, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / (1.0 + tl.exp(-x))
+
+
 @triton.jit
 def tree_sum(x):
     """Sum over the last axis (a power of two) of a 2-D tile by adjacent pairs.
