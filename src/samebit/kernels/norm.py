@@ -23,6 +23,7 @@ from samebit.kernels.quantize_common import (
     empty_activation_scale,
     fold_rows,
     padded,
+    pair_sum,
     round_to_bf16,
     tree_sum,
     widened,
@@ -61,10 +62,8 @@ def row_sum(x, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
     Folding first keeps the early steps in one thread's registers for the usual layouts.
     """
     if GROUPS > 16:
-        total = tree_sum(tl.reshape(fold_rows(x, 16), (1, 16 * BLOCK)))
-    else:
-        total = tree_sum(tl.reshape(x, (1, GROUPS * BLOCK)))
-    return tl.sum(total, axis=0)
+        x = fold_rows(x, 16)
+    return pair_sum(tree_sum(tl.reshape(x, (1, x.shape[0] * BLOCK)), 8))
 
 
 @triton.jit

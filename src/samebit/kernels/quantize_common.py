@@ -317,15 +317,27 @@ def gradient_sigmoid(x):
 
 
 @triton.jit
-def tree_sum(x):
-    """Sum over the last axis (a power of two) of a 2-D tile by adjacent pairs.
+def tree_sum(x, LEFT: tl.constexpr = 1):
+    """Sum over the last axis (a power of two) of a 2-D tile by adjacent pairs, until `LEFT` are left.
 
     Every step adds two numbers, so the result does not depend on the layout that the compiler
     chose for `x`; `tl.sum` over a longer axis adds in an order that does.
     """
-    for _ in tl.static_range(log2(x.shape[1])):
+    for _ in tl.static_range(log2(x.shape[1] // LEFT)):
         x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), axis=2)
-    return tl.reshape(x, (x.shape[0],))
+    return tl.reshape(x, (x.shape[0] * LEFT,))
+
+
+@triton.jit
+def pair_sum(x):
+    """The same sum of a short 1-D tensor, a scalar, in every thread's registers.
+
+    A sum over threads of several warps crosses shared memory at each step; this crosses it once.
+    """
+    for _ in tl.static_range(log2(x.shape[0])):
+        even, odd = tl.split(tl.reshape(x, (x.shape[0] // 2, 2)))
+        x = even + odd
+    return tl.sum(x, axis=0)
 
 
 @triton.jit
