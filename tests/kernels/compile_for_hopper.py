@@ -208,6 +208,7 @@ def pointwise_jobs(every: bool) -> Iterator[Job]:
     from samebit.kernels.quantize_activation import quantize_activation
     from samebit.kernels.quantize_gradient import (
         quantize_gradient,
+        quantize_silu_mul_gradient,
         token_group_table,
     )
     from samebit.kernels.quantize_row import quantize_rows
@@ -225,6 +226,10 @@ def pointwise_jobs(every: bool) -> Iterator[Job]:
         w = torch.zeros(512, K)
         yield f"quantise {K}", lambda x=x: quantize_activation(x)
         yield f"quantise gradient {K}", lambda x=x: quantize_gradient(x, groups)
+        yield (
+            f"quantise silu gradient {K}",
+            lambda x=x: quantize_silu_mul_gradient(x, x, x, groups),
+        )
         yield f"requantise {K}", lambda c=codes, s=scale, K=K: requantize_tokens(c, s, groups, K)
         yield f"rescale {K}", lambda c=codes, s=scale, K=K: rescale_tokens(c, s, groups, K)
         yield f"dequantise {K}", lambda c=codes, s=scale, K=K: dequantize(c, s, K, (1, 128))
@@ -282,6 +287,7 @@ def plain_jobs(every: bool) -> Iterator[Job]:
     from samebit.kernels import attention, attention_gradient
     from samebit.kernels.attention_layout import PackedLayout, PagedLayout
     from samebit.kernels.quantize_gradient import quantize_gradient, token_group_table
+    from samebit.kernels.quantize_saved import requantize_tokens, rescale_tokens
 
     def product(x, w, out, mode, tile, *, x_scale=None, w_scale=None, w_scale_rows=1, **options):
         plain.plain_gemm(
@@ -307,6 +313,12 @@ def plain_jobs(every: bool) -> Iterator[Job]:
     groups = token_group_table([256], "cpu")
     x = torch.zeros(256, 256, dtype=BF16)
     yield "quantise gradient, plain", lambda: quantize_gradient(x, groups, plain=True)
+    codes, scale = x.to(E4M3), torch.zeros(2, 256).T
+    for bring in (requantize_tokens, rescale_tokens):
+        yield (
+            f"{bring.__name__}, plain",
+            lambda bring=bring: bring(codes, scale, groups, 256, plain=True),
+        )
 
 
 def small_jobs(every: bool) -> Iterator[Job]:
@@ -360,6 +372,8 @@ def report(kernel) -> dict[str, object]:
         "ptx_fma": len(re.findall(r"\b(?:fma|mad)\.[a-z.]*f32\b", ptx)),
         "ptx_exact": len(re.findall(r"\b(?:div|sqrt|rcp)\.rn", ptx)),
         "sass_fma": len(re.findall(r"\bFFMA2?\b", sass)),
+        "ptx_add": len(re.findall(r"\b(?:add|sub)\.[a-z.]*f32\b", ptx)),
+        "sass_add": len(re.findall(r"\bFADD\b", sass)),
         "wgmma": sorted(set(re.findall(r"wgmma\.mma_async\S*\.(m\d+n\d+k\d+)", ptx))),
         "mma_sync": len(re.findall(r"^\s*(?:@\S+\s+)?mma\.sync", ptx, re.MULTILINE)),
         "float_atomics": len(re.findall(r"\b(?:atom|red)\.[^\n]*\.(?:f16|bf16|f32|f64)", ptx)),
@@ -375,7 +389,8 @@ def ir_fma(llir: str) -> int:
     The device library's variants that flush subnormals are there too, on a branch never taken.
     """
     calls = re.findall(r"call [^\n]*@llvm\.(?:nvvm\.fma\.rn\.f|fma\.(?:v(\d+))?f32)\(", llir)
-    written = sum(line.count("fma.rn.f32") for line in llir.splitlines() if " asm " in line)
+    assembly = [line for line in llir.splitlines() if " asm " in line]
+    written = sum(len(re.findall(r"fma\.r[nm]\.f32", line)) for line in assembly)
     return sum(int(width or 1) for width in calls) + written
 
 
