@@ -287,7 +287,6 @@ def plain_jobs(every: bool) -> Iterator[Job]:
     from samebit.kernels import attention, attention_gradient
     from samebit.kernels.attention_layout import PackedLayout, PagedLayout
     from samebit.kernels.quantize_gradient import quantize_gradient, token_group_table
-    from samebit.kernels.quantize_saved import requantize_tokens, rescale_tokens
 
     def product(x, w, out, mode, tile, *, x_scale=None, w_scale=None, w_scale_rows=1, **options):
         plain.plain_gemm(
@@ -313,12 +312,6 @@ def plain_jobs(every: bool) -> Iterator[Job]:
     groups = token_group_table([256], "cpu")
     x = torch.zeros(256, 256, dtype=BF16)
     yield "quantise gradient, plain", lambda: quantize_gradient(x, groups, plain=True)
-    codes, scale = x.to(E4M3), torch.zeros(2, 256).T
-    for bring in (requantize_tokens, rescale_tokens):
-        yield (
-            f"{bring.__name__}, plain",
-            lambda bring=bring: bring(codes, scale, groups, 256, plain=True),
-        )
 
 
 def small_jobs(every: bool) -> Iterator[Job]:

@@ -16,6 +16,8 @@ from samebit.kernels.quantize_common import (
 WARPS = 8
 REGISTERS = 64
 """Per thread, so that four programs fit on a multiprocessor."""
+SILU_REGISTERS = 80
+"""Three: two tiles in shared memory allow no more."""
 STRIP = 32
 """Rows that one pass of the row layout covers."""
 ROW_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0]))

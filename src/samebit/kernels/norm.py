@@ -36,7 +36,6 @@ BLOCK_E4M3 = tl.constexpr(1)
 ROW_E4M3 = tl.constexpr(2)
 ROW_INT8 = tl.constexpr(3)
 REGISTERS = None
-EARLY = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,6 @@ def _rms_norm_kernel(
     STORE: tl.constexpr,
     CODES: tl.constexpr,
     WHOLE: tl.constexpr,
-    EARLY: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -114,15 +112,13 @@ def _rms_norm_kernel(
     inside = (k < K) | WHOLE
     padding = (k < K_PADDED) | WHOLE
     x = tl.load(x_ptr + t * x_stride + k, mask=inside, other=0.0)
-    if EARLY:
-        weight = tl.load(weight_ptr + k, mask=inside, other=0.0)
+    # Here, not where it is used: the sum's barriers would stand between the two reads.
+    weight = tl.load(weight_ptr + k, mask=inside, other=0.0)
     if ADD:
         residual = tl.load(residual_ptr + t * residual_stride + k, mask=inside, other=0.0)
         x = round_to_bf16(widened_once(x) + widened_once(residual))
         tl.store(sum_ptr + t * K + k, x, mask=inside)
     rstd = row_rstd(widened(x), K, eps, WHOLE, GROUPS, BLOCK)
-    if not EARLY:
-        weight = tl.load(weight_ptr + k, mask=inside, other=0.0)
     y = round_to_bf16((widened(x) * rstd) * widened_once(weight))
     if STORE:
         tl.store(y_ptr + t * K + k, y, mask=inside)
@@ -209,7 +205,6 @@ def _launch(
         STORE=store,
         CODES=mode,
         WHOLE=tile.groups * BLOCK == K,
-        EARLY=EARLY,
         GROUPS=tile.groups,
         BLOCK=BLOCK,
         num_warps=tile.num_warps,

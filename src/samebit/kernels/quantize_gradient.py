@@ -19,6 +19,7 @@ import triton.language as tl
 from samebit.formats import BLOCK
 from samebit.kernels._gradient_hopper import (
     REGISTERS,
+    SILU_REGISTERS,
     STRIP,
     WARPS,
     quantize_gradient_kernel,
@@ -38,7 +39,6 @@ from samebit.kernels.quantize_common import (
     scale_from_bits,
 )
 
-SILU_REGISTERS = 80
 QUADS = BLOCK // 4
 """A tile's quads of tokens."""
 

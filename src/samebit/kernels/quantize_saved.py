@@ -12,11 +12,8 @@ import triton
 import triton.language as tl
 
 from samebit.formats import BLOCK
-from samebit.kernels import _saved_hopper as hopper
-from samebit.kernels._gradient_hopper import WARPS
 from samebit.kernels.quantize_common import (
     E4M3_LARGEST,
-    NATIVE,
     NUMERIC_OPTIONS,
     e4m3_quotient,
     e4m3_word,
@@ -27,9 +24,8 @@ from samebit.kernels.quantize_common import (
 )
 from samebit.kernels.quantize_gradient import QUADS, store_quads
 
-RESCALE_REGISTERS = None
-REQUANTISE_REGISTERS = 80
-"""Per thread, so that three programs fit on a multiprocessor."""
+RESCALE_WARPS = 8
+REQUANTISE_WARPS = 4
 
 
 @triton.jit
@@ -145,71 +141,61 @@ def _requantize_tokens_kernel(
 
 
 def _launch(
-    kernels: tuple[triton.JITFunction, triton.JITFunction],
+    kernel: triton.JITFunction,
     codes_TK: torch.Tensor,
     scale_TG: torch.Tensor,
     token_groups: torch.Tensor,
     K: int,
     scales: int,
-    registers: int | None,
-    plain: bool,
+    warps: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the Gluon kernel of the pair, or the Triton one: `plain`, or interpreted."""
     groups, Kp, device = token_groups.shape[0], codes_TK.shape[1], codes_TK.device
     assert Kp == padded(K) and token_groups.dtype == torch.int32
     transposed = torch.empty((Kp, groups * BLOCK), dtype=torch.float8_e4m3fn, device=device)
     transposed_scale = torch.empty((groups, scales), dtype=torch.float32, device=device)
-    if not groups:
-        return transposed, transposed_scale
-    strides = (
-        codes_TK.stride(0), scale_TG.stride(0), scale_TG.stride(1), transposed.stride(0),
-        transposed_scale.stride(0),
-    )  # fmt: skip
-    grid = (Kp // BLOCK, groups)
-    if NATIVE.value and not plain:
-        kernels[0][grid](
-            codes_TK.view(torch.uint8), scale_TG, token_groups, transposed, transposed_scale,
-            *strides, K, BLOCK=BLOCK, num_warps=WARPS, maxnreg=registers, **NUMERIC_OPTIONS,
-        )  # fmt: skip
-    else:
-        kernels[1][grid](
-            codes_TK, scale_TG, token_groups, transposed.view(torch.uint8), transposed_scale,
-            *strides, K, QUADS=QUADS, BLOCK=BLOCK, num_warps=WARPS, **NUMERIC_OPTIONS,
-        )  # fmt: skip
+    if groups:
+        kernel[(Kp // BLOCK, groups)](
+            codes_TK,
+            scale_TG,
+            token_groups,
+            transposed.view(torch.uint8),
+            transposed_scale,
+            codes_TK.stride(0),
+            scale_TG.stride(0),
+            scale_TG.stride(1),
+            transposed.stride(0),
+            transposed_scale.stride(0),
+            K,
+            QUADS=QUADS,
+            BLOCK=BLOCK,
+            num_warps=warps,
+            **NUMERIC_OPTIONS,
+        )
     return transposed, transposed_scale
 
 
 def rescale_tokens(
-    codes_TK: torch.Tensor,
-    scale_TG: torch.Tensor,
-    token_groups: torch.Tensor,
-    K: int,
-    *,
-    plain: bool = False,
+    codes_TK: torch.Tensor, scale_TG: torch.Tensor, token_groups: torch.Tensor, K: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Transposed codes e4m3 [ceil128(K), 128*groups], scales FP32 [groups, ceil(K/128)].
 
     scale = the largest saved scale of the token group; code = round(code * fl(token's scale /
-    largest)). `K` is the unpadded width. A NaN scale makes its whole block NaN. plain: the Triton
-    kernel; the same bytes.
+    largest)). `K` is the unpadded width. A NaN scale makes its whole block NaN.
     """
-    kernels = (hopper.rescale_tokens_kernel, _rescale_tokens_kernel)
     blocks = scale_TG.shape[1]
-    return _launch(kernels, codes_TK, scale_TG, token_groups, K, blocks, RESCALE_REGISTERS, plain)
+    return _launch(
+        _rescale_tokens_kernel, codes_TK, scale_TG, token_groups, K, blocks, RESCALE_WARPS
+    )
 
 
 def requantize_tokens(
-    codes_TK: torch.Tensor,
-    scale_TG: torch.Tensor,
-    token_groups: torch.Tensor,
-    K: int,
-    *,
-    plain: bool = False,
+    codes_TK: torch.Tensor, scale_TG: torch.Tensor, token_groups: torch.Tensor, K: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Transposed codes e4m3 [ceil128(K), 128*groups], scales FP32 [groups, K] of saved activations.
 
     The values are fl(code * scale) in FP32, quantised along tokens within each token group; `K` is
-    the unpadded width. plain: the Triton kernel; the same bytes.
+    the unpadded width.
     """
-    kernels = (hopper.requantize_tokens_kernel, _requantize_tokens_kernel)
-    return _launch(kernels, codes_TK, scale_TG, token_groups, K, K, REQUANTISE_REGISTERS, plain)
+    return _launch(
+        _requantize_tokens_kernel, codes_TK, scale_TG, token_groups, K, K, REQUANTISE_WARPS
+    )

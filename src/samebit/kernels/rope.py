@@ -24,8 +24,6 @@ from samebit.kernels.quantize_common import (
 )
 
 WARPS = 4
-REGISTERS = None
-Q_TOKENS = 1
 
 
 def rotary_table(
@@ -74,26 +72,32 @@ def _load_heads(x_ptr, offset, inside, HALF: tl.constexpr):
 
 
 @triton.jit
-def _load_gain(weight_ptr, like, NORM: tl.constexpr, HALF: tl.constexpr):
-    """The halves of a norm's gain, BF16 in the shape of `like` [heads, D/2]."""
+def _rotate_heads(
+    x_ptr,
+    offset,
+    inside,
+    weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    angle,
+    eps,
+    NORM: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """BF16 halves [heads, D/2] of the heads at x_ptr + offset, normed and rotated.
+
+    `angle`: where a head's row of the table starts, [heads, 1] or a scalar.
+    """
     d = tl.arange(0, HALF)[None, :]
-    if NORM:
-        w1 = tl.broadcast_to(tl.load(weight_ptr + d), like.shape)
-        w2 = tl.broadcast_to(tl.load(weight_ptr + HALF + d), like.shape)
-        return w1, w2
-    else:
-        return like, like
-
-
-@triton.jit
-def _rotate_heads(x1, x2, w1, w2, cos, sin, eps, NORM: tl.constexpr, HALF: tl.constexpr):
-    """BF16 halves [heads, D/2], normed and rotated."""
+    x1, x2 = _load_heads(x_ptr, offset, inside, HALF)
     if NORM:
         a1 = widened_once(x1)
         a2 = widened_once(x2)
         rstd = head_rstd(a1, a2, eps, HALF)
-        x1 = round_to_bf16((a1 * rstd) * widened_once(w1))
-        x2 = round_to_bf16((a2 * rstd) * widened_once(w2))
+        x1 = round_to_bf16((a1 * rstd) * tl.load(weight_ptr + d).to(tl.float32))
+        x2 = round_to_bf16((a2 * rstd) * tl.load(weight_ptr + HALF + d).to(tl.float32))
+    cos = tl.load(cos_ptr + angle + d)
+    sin = tl.load(sin_ptr + angle + d)
     a1 = widened_once(x1)
     a2 = widened_once(x2)
     return round_to_bf16(a1 * cos - a2 * sin), round_to_bf16(a2 * cos + a1 * sin)
@@ -115,47 +119,27 @@ def _rope_kernel(
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
-    Q_TOKENS: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     d = tl.arange(0, HALF)[None, :]
-    q_programs = tl.cdiv(T, Q_TOKENS)
-    if program < q_programs:
+    if program < T:
+        t = program.to(tl.int64)
         h = tl.arange(0, Q_HEADS)[:, None]
-        offset = h * (2 * HALF) + d
-        t = program.to(tl.int64) * Q_TOKENS
-        x1, x2 = _load_heads(q_ptr + t * q_stride, offset, h < H, HALF)
         angle = tl.load(positions_ptr + t).to(tl.int64) * HALF
-        w1, w2 = _load_gain(q_weight_ptr, x1, NORM, HALF)
-        for _ in tl.range(Q_TOKENS, num_stages=1):
-            cos = tl.load(cos_ptr + angle + d)
-            sin = tl.load(sin_ptr + angle + d)
-            if Q_TOKENS > 1:
-                # The next token's reads are on their way while this one is worked on.
-                following = tl.minimum(t + 1, T - 1)
-                y1, y2 = _load_heads(q_ptr + following * q_stride, offset, h < H, HALF)
-                angle = tl.load(positions_ptr + following).to(tl.int64) * HALF
-            lo, hi = _rotate_heads(x1, x2, w1, w2, cos, sin, eps, NORM, HALF)
-            target = t * H + h
-            _store_head(
-                lo, hi, q_out_ptr, q_scale_ptr, target * (2 * HALF) + d, target,
-                (h < H) & (t < T), FP8,
-            )  # fmt: skip
-            if Q_TOKENS > 1:
-                x1, x2 = y1, y2
-                t += 1
+        lo, hi = _rotate_heads(
+            q_ptr + t * q_stride, h * (2 * HALF) + d, h < H, q_weight_ptr, cos_ptr, sin_ptr,
+            angle, eps, NORM, HALF,
+        )  # fmt: skip
+        offset = (t * H + h) * (2 * HALF) + d
+        _store_head(lo, hi, q_out_ptr, q_scale_ptr, offset, t * H + h, h < H, FP8)
     else:
-        # K, then V, of a few tokens: as many heads as a token has of Q.
+        # K and V of a few tokens: as many heads as a token has of Q.
         pair = tl.arange(0, TOKENS * KV_HEADS)[:, None]
-        kv_programs = tl.cdiv(T, TOKENS)
-        kv_program = program - q_programs
-        is_k = kv_program < kv_programs
-        kv_program = tl.where(is_k, kv_program, kv_program - kv_programs)
-        kv_t = kv_program.to(tl.int64) * TOKENS + pair // KV_HEADS
+        kv_t = (program - T).to(tl.int64) * TOKENS + pair // KV_HEADS
         g = pair % KV_HEADS
         kv_inside = (g < G) & (kv_t < T)
-        kv_head = g * (2 * HALF) + d
+        kv_angle = tl.load(positions_ptr + kv_t, mask=kv_t < T, other=0).to(tl.int64) * HALF
         kv_slot = kv_t
         if HAS_SLOTS:
             kv_slot = tl.load(slots_ptr + kv_t, mask=kv_t < T, other=-1)
@@ -167,17 +151,14 @@ def _rope_kernel(
         scale_target = (
             kv_page * scale_page_stride + kv_row * scale_slot_stride + g * scale_head_stride
         )
-        if is_k:
-            k1, k2 = _load_heads(k_ptr, kv_t * k_stride + kv_head, kv_inside, HALF)
-            kv_angle = tl.load(positions_ptr + kv_t, mask=kv_t < T, other=0).to(tl.int64) * HALF
-            kw1, kw2 = _load_gain(k_weight_ptr, k1, NORM, HALF)
-            kv_cos = tl.load(cos_ptr + kv_angle + d)
-            kv_sin = tl.load(sin_ptr + kv_angle + d)
-            k_lo, k_hi = _rotate_heads(k1, k2, kw1, kw2, kv_cos, kv_sin, eps, NORM, HALF)
-            _store_head(k_lo, k_hi, k_out_ptr, k_scale_ptr, kv_target, scale_target, written, FP8)
-        else:
-            v_lo, v_hi = _load_heads(v_ptr, kv_t * v_stride + kv_head, kv_inside, HALF)
-            _store_head(v_lo, v_hi, v_out_ptr, v_scale_ptr, kv_target, scale_target, written, FP8)
+        kv_head = g * (2 * HALF) + d
+        k_lo, k_hi = _rotate_heads(
+            k_ptr, kv_t * k_stride + kv_head, kv_inside, k_weight_ptr, cos_ptr, sin_ptr, kv_angle, eps,
+            NORM, HALF,
+        )  # fmt: skip
+        _store_head(k_lo, k_hi, k_out_ptr, k_scale_ptr, kv_target, scale_target, written, FP8)
+        v_lo, v_hi = _load_heads(v_ptr, kv_t * v_stride + kv_head, kv_inside, HALF)
+        _store_head(v_lo, v_hi, v_out_ptr, v_scale_ptr, kv_target, scale_target, written, FP8)
 
 
 @dataclass(frozen=True)
@@ -246,7 +227,7 @@ def qk_norm_rope_store(
     codes = torch.uint8 if fp8 else torch.bfloat16
     q_heads, kv_heads = triton.next_power_of_2(num_heads), triton.next_power_of_2(G)
     tokens = max(1, q_heads // kv_heads)
-    _rope_kernel[(triton.cdiv(T, Q_TOKENS) + 2 * triton.cdiv(T, tokens),)](
+    _rope_kernel[(T + triton.cdiv(T, tokens),)](
         q_TN, k_TN, v_TN, q_weight, k_weight, cos, sin, positions_T,
         positions_T if slots_T is None else slots_T,
         q.view(codes), cos if q_scale is None else q_scale,
@@ -262,10 +243,8 @@ def qk_norm_rope_store(
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         TOKENS=tokens,
-        Q_TOKENS=Q_TOKENS,
         HALF=D // 2,
         num_warps=WARPS,
-        maxnreg=REGISTERS,
         **NUMERIC_OPTIONS,
     )  # fmt: skip
     return q, q_scale
