@@ -118,7 +118,9 @@ def test_eval_of_run_checkpoint_and_file(made: tuple[str, str], capsys: Any):
     assert [row["recipe"] for row in results[2]] == ["fp8", "bf16"]
     assert results[2][0]["samples"] == 2 and results[2][0]["weights"].endswith("model")
     assert main(["eval", run, "--eval.samples", "3"]) == 0
-    assert "fp8: reward " in capsys.readouterr().out
+    assert "fp8: avg@3 " in (said := capsys.readouterr().out) and "pass@3 " in said
+    assert main(["eval", run, "--pass-reward", "much"]) == 2
+    assert "--pass-reward much: must be a number" in capsys.readouterr().err
     assert main(["eval", f"{Path(run).parent}/model"]) == 2
     assert "a bare model has no task" in capsys.readouterr().err
 

@@ -31,6 +31,8 @@ def report(kernel) -> dict[str, object]:
         "ptx_fma": len(re.findall(r"\b(?:fma|mad)\.[a-z.]*f32\b", ptx)),
         "ptx_exact": len(re.findall(r"\b(?:div|sqrt|rcp)\.rn", ptx)),
         "sass_fma": len(re.findall(r"\bFFMA2?\b", sass)),
+        "ptx_add": len(re.findall(r"\b(?:add|sub)\.[a-z.]*f32\b", ptx)),
+        "sass_add": len(re.findall(r"\bFADD\b", sass)),
         "wgmma": sorted(set(re.findall(r"wgmma\.mma_async\S*\.(m\d+n\d+k\d+)", ptx))),
         "mma_sync": len(re.findall(r"^\s*(?:@\S+\s+)?mma\.sync", ptx, re.MULTILINE)),
         "float_atomics": len(re.findall(r"\b(?:atom|red)\.[^\n]*\.(?:f16|bf16|f32|f64)", ptx)),
@@ -46,5 +48,6 @@ def ir_fma(llir: str) -> int:
     The device library's variants that flush subnormals are there too, on a branch never taken.
     """
     calls = re.findall(r"call [^\n]*@llvm\.(?:nvvm\.fma\.rn\.f|fma\.(?:v(\d+))?f32)\(", llir)
-    written = sum(line.count("fma.rn.f32") for line in llir.splitlines() if " asm " in line)
+    assembly = [line for line in llir.splitlines() if " asm " in line]
+    written = sum(len(re.findall(r"fma\.r[nm]\.f32", line)) for line in assembly)
     return sum(int(width or 1) for width in calls) + written

@@ -205,6 +205,7 @@ def pointwise_jobs(every: bool) -> Iterator[Job]:
     from samebit.kernels.quantize_activation import quantize_activation
     from samebit.kernels.quantize_gradient import (
         quantize_gradient,
+        quantize_silu_mul_gradient,
         token_group_table,
     )
     from samebit.kernels.quantize_row import quantize_rows
@@ -222,6 +223,10 @@ def pointwise_jobs(every: bool) -> Iterator[Job]:
         w = torch.zeros(512, K)
         yield f"quantise {K}", lambda x=x: quantize_activation(x)
         yield f"quantise gradient {K}", lambda x=x: quantize_gradient(x, groups)
+        yield (
+            f"quantise silu gradient {K}",
+            lambda x=x: quantize_silu_mul_gradient(x, x, x, groups),
+        )
         yield f"requantise {K}", lambda c=codes, s=scale, K=K: requantize_tokens(c, s, groups, K)
         yield f"rescale {K}", lambda c=codes, s=scale, K=K: rescale_tokens(c, s, groups, K)
         yield f"dequantise {K}", lambda c=codes, s=scale, K=K: dequantize(c, s, K, (1, 128))

@@ -78,7 +78,9 @@ def test_every_fused_multiply_add_was_written_as_one(reports):
         assert r["ir_contract"] == 0, name
         assert r["ptx_fma"] == r["ir_fma"], name
         if r["ptx_exact"] == 0:
-            assert r["sass_fma"] == r["ptx_fma"], name
+            assert r["sass_fma"] >= r["ptx_fma"], name
+            # One computed twice to save a register leaves the additions alone; a fusion takes one.
+            assert r["sass_fma"] == r["ptx_fma"] or r["sass_add"] == r["ptx_add"], name
 
 
 def test_forward_kernels_that_write_none_have_none(reports):

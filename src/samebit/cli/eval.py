@@ -1,4 +1,4 @@
-"""`samebit eval`: mean reward on held-out prompts, under one or several recipes."""
+"""`samebit eval`: avg@n and pass@k on held-out prompts, under one or several recipes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from samebit.reporter import Reporter
 USAGE = "samebit eval FILE|RUN|CHECKPOINT [--recipe A,B] [--json] [--any.key VALUE]"
 ABOUT = (
     "Samples completions of the held-out prompts and grades them. The number and temperature are\n"
-    "eval.prompts, eval.samples and eval.temperature of the configuration."
+    "eval.prompts, eval.samples and eval.temperature of the configuration; with n samples the mean is\n"
+    "avg@n, and pass@k the chance that one of k passes (k = 1, 2, 4, ... n)."
 )
 OPTIONS = (
     Option("recipe", "A,B", "recipes to evaluate under, comma-separated (default: the run's own)"),
+    Option("pass-reward", "X", "least reward of a sample that passes (default: 1)"),
     Option("json", "", "print JSON"),
 )
 
@@ -31,6 +33,7 @@ def run(args: Sequence[str]) -> int:
     target = find_target(name, found.overrides)
     needs_task(target.config)
     recipes = found.text("recipe", target.config.recipe).split(",")
+    pass_reward = _pass_reward(found.text("pass-reward", "1"))
     from samebit.quant.plan import load_recipe
 
     for recipe in recipes:
@@ -39,7 +42,7 @@ def run(args: Sequence[str]) -> int:
     reporter = Reporter(quiet=found.flag("json"))
     try:
         for recipe in recipes:
-            row = evaluate(target, recipe, reporter)
+            row = evaluate(target, recipe, reporter, pass_reward)
             rows.append(row)
             if not found.flag("json"):
                 print(_line(row), flush=True)
@@ -50,11 +53,20 @@ def run(args: Sequence[str]) -> int:
     return 0
 
 
-def evaluate(target: Target, recipe: str, reporter: Reporter) -> dict[str, Any]:
-    """Mean reward and its standard error over the held-out prompts."""
-    import math
+def _pass_reward(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"--pass-reward {text}: must be a number") from None
 
+
+def evaluate(
+    target: Target, recipe: str, reporter: Reporter, pass_reward: float = 1.0
+) -> dict[str, Any]:
+    """avg@n with its standard error, and pass@k, over the held-out prompts."""
+    from samebit.collect import grade
     from samebit.engine.api import load_engine
+    from samebit.evaluation import summarise
     from samebit.loop import EVALUATION_SAMPLES, held_out
     from samebit.tasks.api import load_task
     from samebit.types import Sampling
@@ -84,30 +96,34 @@ def evaluate(target: Target, recipe: str, reporter: Reporter) -> dict[str, Any]:
             reporter.progress(f"evaluating {recipe}"),
         )
         engine.close()
-        asked = [g.prompt for g in groups for _ in g.samples]
-        texts = [s.text for g in groups for s in g.samples]
-        rewards = [r for r in task.reward(asked, texts) if r is not None]
+        found = summarise(grade(task, groups), pass_reward)
     finally:
         task.close()
-    mean = sum(rewards) / len(rewards) if rewards else math.nan
-    variance = sum((r - mean) ** 2 for r in rewards) / max(len(rewards) - 1, 1)
+    samples = [s for g in groups for s in g.samples]
+    known = found.verdicts > 0
     return {
         "weights": target.describe,
         "recipe": recipe,
         "plan": model.plan.digest,
-        "reward_mean": mean if rewards else None,
-        "standard_error": math.sqrt(variance / len(rewards)) if rewards else None,
+        "device": model.device.type,
+        "reward_mean": found.mean if known else None,
+        "standard_error": found.standard_error if known else None,
+        "pass_at": {str(k): value for k, value in found.pass_at.items()},
+        "pass_reward": pass_reward,
         "prompts": len(prompts),
-        "samples": len(texts),
-        "no_verdict": len(texts) - len(rewards),
-        "tokens": sum(len(s.ids) for g in groups for s in g.samples),
+        "samples": len(samples),
+        "no_verdict": len(samples) - found.verdicts,
+        "tokens": sum(len(s.ids) for s in samples),
     }
 
 
 def _line(row: dict[str, Any]) -> str:
     if row["reward_mean"] is None:
         return f"{row['recipe']}: no verdict on any of {row['samples']} samples"
+    each = row["samples"] // row["prompts"]
+    passed = "  ".join(f"pass@{k} {value:.4f}" for k, value in row["pass_at"].items())
+    name = "reward" if each == 1 else f"avg@{each}"
     return (
-        f"{row['recipe']}: reward {row['reward_mean']:.4f} +- {row['standard_error']:.4f}  "
+        f"{row['recipe']}: {name} {row['reward_mean']:.4f} +- {row['standard_error']:.4f}  {passed}  "
         f"({row['samples']} samples of {row['prompts']} held-out prompts, {row['weights']})"
     )
