@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch.autograd import Function
 
-from samebit.layers.gradient import deliver, keep, kept, target
+from samebit.layers.gradient import deliver, give_back, keep, kept, target
 from samebit.layers.kv import AnyStore
 from samebit.layers.linear import LinearUse
 from samebit.layout import Layout, PackedLayout
@@ -331,7 +331,8 @@ class _MlpHalf(Function):
         use, layout = half.gate_up, call.layout
         assert isinstance(layout, PackedLayout)
         dboth = ops.silu_mul_gradient(dproduct, gate, up, layout.token_groups, use.backward)
-        del dproduct, gate, up
+        give_back(ctx, gate, up)
+        del dproduct
         dnormed, dgate_up = _linear_backward(call, dboth, operand, use)
         del dboth
         dx, dgain = _norm_backward(call, dnormed, total, half.norm, aux, dtotal)
