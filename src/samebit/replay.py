@@ -17,7 +17,13 @@ from samebit.loop import build_trainer
 from samebit.models.load import load_model
 from samebit.models.source import resolve
 from samebit.models.tokenizer import Tokenizer
-from samebit.run_checks import Checks, choose_device, set_threads
+from samebit.run_checks import (
+    Checks,
+    available_memory,
+    choose_device,
+    planned_memory,
+    set_threads,
+)
 from samebit.train.checkpoint import load_weights, problem_of, trainer_state
 from samebit.train.step import Rollout, Trainer
 from samebit.types import Group
@@ -81,8 +87,10 @@ def replay(folder: str | Path, redraw: bool = True) -> Replay:
     set_threads(config)
     checks = Checks(config)
     try:
-        source = resolve(config.model)
-        model = load_model(source, checks.recipe, choose_device(config))
+        source, device = resolve(config.model), choose_device(config)
+        available = available_memory(config, device)
+        model = load_model(source, checks.recipe, device)
+        model.recompute = planned_memory(config, checks, source, available).recompute
         trainer = build_trainer(model, config, checks, source)
         model.plan.require_same(bundle.about["plan"], f"bundle {folder}")
         load_weights(bundle.checkpoint, model)

@@ -8,11 +8,13 @@ if not torch.cuda.is_available():
 import triton
 import triton.language as tl
 
+from samebit.kernels.activation import silu_mul_backward
 from samebit.kernels.quantize_common import (
     E4M3_LARGEST,
     INT8_LARGEST,
     NUMERIC_OPTIONS,
     e4m3_code,
+    e4m3_quotient,
     int8_code,
     int8_group_codes,
     magnitude_bits,
@@ -21,24 +23,49 @@ from samebit.kernels.quantize_common import (
     round_to_bf16,
     scale_from_bits,
 )
-from samebit.kernels.quantize_gradient import quantize_gradient, token_group_table
+from samebit.kernels.quantize_gradient import (
+    quantize_gradient,
+    quantize_silu_mul_gradient,
+    token_group_table,
+)
 from tests.kernels.pointwise_oracle import same_bits
 
 pytestmark = pytest.mark.gpu
 SIZE = 1 << 27
 
 
+LENGTHS = [130, 3, 128, 700, 1, 5, 4000, 127, 2048]
+
+
+def _gradient(N, seed=0):
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    dy = torch.randn(sum(LENGTHS), N, generator=generator, device="cuda").bfloat16()
+    dy[::17] *= 2.0**-20
+    dy[1::19] *= 2.0**-90
+    dy[7::31, ::2] = -0.0
+    dy[134, 5], dy[2000, 300] = float("nan"), float("inf")
+    return dy
+
+
 @pytest.mark.parametrize("N", [4096, 576])
 def test_gradient_of_many_segments_equals_the_plain_kernel(N):
-    lengths = [130, 3, 128, 700, 1, 5, 4000, 127, 2048]
-    table = token_group_table(lengths, "cuda")
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    dy = torch.randn(sum(lengths), N, generator=generator, device="cuda").bfloat16()
-    dy[::17] *= 2.0**-20
-    dy[134, 5], dy[2000, 300] = float("nan"), float("inf")
+    table = token_group_table(LENGTHS, "cuda")
+    dy = _gradient(N)
     got = quantize_gradient(dy, table)
     for mine, plain in zip(got, quantize_gradient(dy, table, plain=True), strict=True):
         assert same_bits(mine, plain)
+
+
+@pytest.mark.parametrize("F", [1536, 576])
+def test_gradient_through_silu_equals_the_chain(F):
+    table = token_group_table(LENGTHS, "cuda")
+    width = -(-F // 128) * 128
+    dy, gate, up = _gradient(F), _gradient(2 * F, 1)[:, F:], _gradient(2 * F, 2)[:, :F]
+    both = torch.zeros((dy.shape[0], 2 * width), dtype=torch.bfloat16, device="cuda")
+    silu_mul_backward(dy, gate, up, both[:, :F], both[:, width : width + F])
+    got = quantize_silu_mul_gradient(dy, gate, up, table)
+    for mine, chain in zip(got, quantize_gradient(both, table), strict=True):
+        assert same_bits(mine, chain)
 
 
 @triton.jit
@@ -113,7 +140,7 @@ def _quotient_kernel(
     q = quotient(x, scale, BF16)
     tl.store(q_ptr + i, q)
     tl.store(scale_ptr + row + tl.arange(0, 1)[:, None], scale)
-    tl.store(e4m3_ptr + i, e4m3_code(q))
+    tl.store(e4m3_ptr + i, e4m3_code(e4m3_quotient(x, scale, BF16)))
     scale = scale_from_bits(magnitude_bits(amax), INT8_LARGEST, BF16)
     codes = int8_group_codes(quotient(x, scale, BF16), magnitude_bits(amax))
     tl.store(int8_ptr + i, codes)
@@ -173,3 +200,49 @@ def test_quotient_of_random_fp32_pairs():
             u = torch.rand(1 << 15, generator=generator, device="cuda") * 2 - 1
             amax = (1 + torch.rand(1024, generator=generator, device="cuda")) * scale
             _check_quotients(u * 2 * scale, amax)
+
+
+@triton.constexpr_function
+def _tie_factor(tie):
+    """The power of two that makes `tie`, of five bits, a place where codes change.
+
+    Odd numbers are such places between normal codes; the others between subnormal ones.
+    """
+    zeros = (tie & -tie).bit_length() - 1
+    return 1.0 if zeros == 0 else 2.0 ** -(10 + zeros)
+
+
+@triton.constexpr_function
+def _tie_middle(tie, side):
+    """The middle between `tie` and its FP32 neighbour above or below."""
+    return tie + side * 2.0 ** (-21 if tie == 16 and side < 0 else -20)
+
+
+@triton.jit
+def _differing(scale, TIE: tl.constexpr, SIDE: tl.constexpr):
+    middle: tl.constexpr = _tie_middle(TIE, SIDE)
+    factor: tl.constexpr = _tie_factor(TIE)
+    near = (scale.to(tl.float64) * middle).to(tl.float32).to(tl.int32, bitcast=True)
+    differ = tl.zeros(scale.shape, dtype=tl.int32)
+    for step in tl.static_range(-1, 2):
+        x = (near + step).to(tl.float32, bitcast=True) * factor
+        mine = e4m3_code(e4m3_quotient(x, scale, False))
+        differ += (mine != e4m3_code(tl.div_rn(x, scale))).to(tl.int32)
+    return differ
+
+
+@triton.jit
+def _tie_kernel(differ_ptr, WIDTH: tl.constexpr):
+    program = tl.program_id(0)
+    scale = ((1 << 23) + program * WIDTH + tl.arange(0, WIDTH)).to(tl.float32)
+    differ = tl.zeros((WIDTH,), dtype=tl.int32)
+    for tie in tl.static_range(16, 32):
+        differ += _differing(scale, tie, -1) + _differing(scale, tie, 1)
+    tl.store(differ_ptr + program, tl.sum(differ))
+
+
+def test_codes_of_fp32_quotients_near_every_tie_of_every_scale():
+    programs = (1 << 23) // 1024
+    differ = torch.empty(programs, dtype=torch.int32, device="cuda")
+    _tie_kernel[(programs,)](differ, WIDTH=1024, **NUMERIC_OPTIONS)
+    assert differ.sum().item() == 0

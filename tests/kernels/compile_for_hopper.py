@@ -1,6 +1,6 @@
 """Compile launchers for sm_90 without a GPU and print what the tests check, as JSON.
 
-    python compile_for_hopper.py PART PARTS [--all]
+    python tests/kernels/compile_for_hopper.py PART PARTS [--all]      (src and the root on the path)
 
 Run as a script: a process that interprets kernels cannot compile them. --all: every tile and head
 count that is shipped, not one of each kind.
@@ -8,19 +8,16 @@ count that is shipped, not one of each kind.
 
 import contextlib
 import json
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from tests.kernels.code_report import report
 
 Job = tuple[str, Callable[[], object]]
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -208,6 +205,7 @@ def pointwise_jobs(every: bool) -> Iterator[Job]:
     from samebit.kernels.quantize_activation import quantize_activation
     from samebit.kernels.quantize_gradient import (
         quantize_gradient,
+        quantize_silu_mul_gradient,
         token_group_table,
     )
     from samebit.kernels.quantize_row import quantize_rows
@@ -225,6 +223,10 @@ def pointwise_jobs(every: bool) -> Iterator[Job]:
         w = torch.zeros(512, K)
         yield f"quantise {K}", lambda x=x: quantize_activation(x)
         yield f"quantise gradient {K}", lambda x=x: quantize_gradient(x, groups)
+        yield (
+            f"quantise silu gradient {K}",
+            lambda x=x: quantize_silu_mul_gradient(x, x, x, groups),
+        )
         yield f"requantise {K}", lambda c=codes, s=scale, K=K: requantize_tokens(c, s, groups, K)
         yield f"rescale {K}", lambda c=codes, s=scale, K=K: rescale_tokens(c, s, groups, K)
         yield f"dequantise {K}", lambda c=codes, s=scale, K=K: dequantize(c, s, K, (1, 128))
@@ -334,49 +336,6 @@ def small_jobs(every: bool) -> Iterator[Job]:
     }
     update = SimpleNamespace(**fields)
     yield "adamw 8-bit", lambda: update_8bit(torch.zeros(n), torch.zeros(n), state, update)
-
-
-STACK_POINTER = re.compile(
-    r"(?:LOP3|SHF)\S* R\d+, [^;]*\bR1\b|PRMT\S* R\d+, (?!R\d+, 0x7610, R1\b)[^;]*\bR1\b"
-)
-"""R1 where data belongs. A PRMT 0x7610 takes its low half from the other register: R1 fills the half
-of a 16-bit value that nobody reads."""
-
-
-def report(kernel) -> dict[str, object]:
-    """What is in the code, counted."""
-    ptx, llir = kernel.asm["ptx"], kernel.asm["llir"]
-    written = kernel.asm.get("ttir") or kernel.asm.get("source") or kernel.asm["ttgir"]
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(kernel.asm["cubin"])
-        run = subprocess.run([tool, "-sass", path], capture_output=True, text=True, check=True)
-    sass = run.stdout
-    return {
-        "written_fma": len(re.findall(r"\bmath\.fma\b|fma\.rn", str(written))),
-        "ir_fma": ir_fma(llir),
-        "ir_contract": len(re.findall(r" = f(?:mul|add|sub)[^\n]*\b(?:contract|fast)\b", llir)),
-        "ptx_fma": len(re.findall(r"\b(?:fma|mad)\.[a-z.]*f32\b", ptx)),
-        "ptx_exact": len(re.findall(r"\b(?:div|sqrt|rcp)\.rn", ptx)),
-        "sass_fma": len(re.findall(r"\bFFMA2?\b", sass)),
-        "wgmma": sorted(set(re.findall(r"wgmma\.mma_async\S*\.(m\d+n\d+k\d+)", ptx))),
-        "mma_sync": len(re.findall(r"^\s*(?:@\S+\s+)?mma\.sync", ptx, re.MULTILINE)),
-        "float_atomics": len(re.findall(r"\b(?:atom|red)\.[^\n]*\.(?:f16|bf16|f32|f64)", ptx)),
-        "stack_pointer_as_data": len(STACK_POINTER.findall(sass)),
-        "fusion": bool(kernel.metadata.enable_fp_fusion),
-        "shared": int(kernel.metadata.shared),
-    }
-
-
-def ir_fma(llir: str) -> int:
-    """Fused multiply-adds that somebody wrote: calls of the intrinsic, by element, and assembly.
-
-    The device library's variants that flush subnormals are there too, on a branch never taken.
-    """
-    calls = re.findall(r"call [^\n]*@llvm\.(?:nvvm\.fma\.rn\.f|fma\.(?:v(\d+))?f32)\(", llir)
-    written = sum(line.count("fma.rn.f32") for line in llir.splitlines() if " asm " in line)
-    return sum(int(width or 1) for width in calls) + written
 
 
 def main() -> None:

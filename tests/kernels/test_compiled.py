@@ -21,7 +21,8 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("the package triton is not installed", allow_module_level=True)
 
 SCRIPT = Path(__file__).with_name("compile_for_hopper.py")
-SOURCE = str(Path(__file__).parents[2] / "src")
+ROOT = Path(__file__).parents[2]
+SOURCE = str(ROOT / "src")
 ON_TENSOR_CORES = (
     "hopper_gemm", "attention_hopper", "attention_stream", "attention_decode_hopper",
     "attention_prefill", "attention_dkdv_hopper", "attention_dq_hopper", "_head_kernel",
@@ -34,7 +35,7 @@ PROCESSES = 2
 def compile_all(*options: str) -> dict[str, dict[str, Any]]:
     """Reports by kernel, from processes that do not interpret."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    path = os.pathsep.join([SOURCE, *filter(None, [environment.get("PYTHONPATH")])])
+    path = os.pathsep.join([SOURCE, str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
     environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
@@ -77,7 +78,9 @@ def test_every_fused_multiply_add_was_written_as_one(reports):
         assert r["ir_contract"] == 0, name
         assert r["ptx_fma"] == r["ir_fma"], name
         if r["ptx_exact"] == 0:
-            assert r["sass_fma"] == r["ptx_fma"], name
+            assert r["sass_fma"] >= r["ptx_fma"], name
+            # One computed twice to save a register leaves the additions alone; a fusion takes one.
+            assert r["sass_fma"] == r["ptx_fma"] or r["sass_add"] == r["ptx_add"], name
 
 
 def test_forward_kernels_that_write_none_have_none(reports):

@@ -39,6 +39,10 @@ _QWEN3: dict[str, Any] = {
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": {**_QWEN3, "hidden": 4096, "intermediate": 12288, "layers": 36, "heads": 32,
                  "tied": False},
+    "llama-3.1-8b": {"family": "llama", "hidden": 4096, "intermediate": 14336, "layers": 32,
+                     "heads": 32, "kv_heads": 8, "head_dim": 128, "vocab_size": 128256,
+                     "tokenizer_size": 128256, "rope_theta": 5e5, "rms_eps": 1e-5, "tied": False,
+                     "max_position": 40960},
     "qwen3-0.6b": {**_QWEN3, "hidden": 1024, "intermediate": 3072, "layers": 28, "heads": 16,
                    "tied": True},
     "smollm2-135m": {"family": "llama", "hidden": 576, "intermediate": 1536, "layers": 30,

@@ -14,11 +14,13 @@ from samebit.formats import BLOCK, Format
 from samebit.kernels.norm import ROW_INT8, code_mode
 from samebit.kernels.quantize_common import (
     NUMERIC_OPTIONS,
+    amax_bits,
     block_codes,
     empty_activation_scale,
-    magnitude_bits,
+    gradient_sigmoid,
     padded,
     round_to_bf16,
+    widened_once,
 )
 from samebit.kernels.quantize_row import quantize_rows
 
@@ -58,9 +60,8 @@ def _silu_mul_kernel(
     if STORE:
         tl.store(y_ptr + t[:, None] * F + f[None, :], y, mask=inside)
     if CODES:
-        y = y.to(tl.float32)
-        bits = tl.max(magnitude_bits(y), axis=1, keep_dims=True)
-        codes, scale = block_codes(y, bits, True)
+        y = widened_once(y)
+        codes, scale = block_codes(y, amax_bits(y, 1), True)
         tl.store(codes_ptr + t[:, None] * codes_stride + f[None, :], codes, mask=rows[:, None])
         address = scale_ptr + t * scale_stride_t + g * scale_stride_g
         tl.store(address, tl.reshape(scale, (ROWS,)), mask=rows)
@@ -89,8 +90,7 @@ def _silu_mul_backward_kernel(
     up = tl.load(up_ptr + t[:, None] * up_stride + f[None, :], mask=inside, other=0.0)
     dy = tl.load(dy_ptr + t[:, None] * F + f[None, :], mask=inside, other=0.0).to(tl.float32)
     gate = gate.to(tl.float32)
-    denominator = 1.0 + tl.exp(-gate)
-    sigmoid = 1.0 / denominator
+    sigmoid = gradient_sigmoid(gate)
     dup = dy * (gate * sigmoid)
     dgate = (dy * up.to(tl.float32)) * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
     tl.store(dgate_ptr + t[:, None] * dgate_stride + f[None, :], round_to_bf16(dgate), mask=inside)

@@ -16,7 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from samebit.kernels.attention_block import LOG2E
-from samebit.kernels.attention_feed import ROWS, gather
+from samebit.kernels.attention_feed import ROWS, gather, place, read_segment
+from samebit.kernels.attention_walk import store_tile
 
 QUERIES = gl.constexpr(64)
 """Query rows of a stage of the key-owning pass."""
@@ -35,38 +36,15 @@ def _start(x, zero):
 
 @gluon.jit
 def _dkdv_consume(
-    k_smem,
-    v_smem,
-    q_smem,
-    do_smem,
-    lse_smem,
-    delta_smem,
-    kv_ready,
-    ready,
-    s_ready,
-    free,
-    dk_ptr,
-    dv_ptr,
-    dk_part_ptr,
-    dv_part_ptr,
-    segments,
-    key_segment,
-    first,
-    count,
-    partial,
-    start,
-    length,
-    key0,
-    head,
-    scale,
-    GROUP_INDEX: gl.constexpr,
-    GROUP: gl.constexpr,
-    G: gl.constexpr,
-    D: gl.constexpr,
-    STAGES: gl.constexpr,
-    DTYPE: gl.constexpr,
-):
+    given,
+    GROUP_INDEX: gl.constexpr, GROUP: gl.constexpr, G: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
     """One warp group: 64 key rows against every query that sees them."""
+    k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem = given[0]
+    kv_ready, ready, s_ready, free = given[1]
+    dk_ptr, dv_ptr, dk_part_ptr, dv_part_ptr = given[2]
+    segments, key_segment, first, count, partial, start, length, key0, head, scale = given[3]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
@@ -128,35 +106,12 @@ def _dkdv_consume(
 
 
 @gluon.jit
-def _dkdv_produce(
-    q_desc,
-    do_desc,
-    k_desc,
-    v_desc,
-    lse_ptr,
-    delta_ptr,
-    row_width,
-    k_smem,
-    v_smem,
-    q_smem,
-    do_smem,
-    lse_smem,
-    delta_smem,
-    kv_ready,
-    ready,
-    s_ready,
-    free,
-    segments,
-    key_segment,
-    first,
-    count,
-    start,
-    key0,
-    head,
-    GROUP: gl.constexpr,
-    D: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def _dkdv_produce(given, GROUP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
+    """The keys and values once, then the queries' stages in the order they are consumed."""
+    q_desc, do_desc, k_desc, v_desc, lse_ptr, delta_ptr, row_width = given[0]
+    k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem = given[1]
+    kv_ready, ready, s_ready, free = given[2]
+    segments, key_segment, first, count, start, key0, head = given[3]
     mbarrier.expect(kv_ready, 4 * k_desc.block_type.nbytes)
     for group in gl.static_range(2):
         row = start + key0 + group * ROWS
@@ -195,27 +150,11 @@ def _dkdv_produce(
 
 @gluon.jit
 def attention_dkdv_hopper_kernel(
-    q_desc,
-    do_desc,
-    k_desc,
-    v_desc,
-    lse_ptr,
-    delta_ptr,
-    dk_ptr,
-    dv_ptr,
-    dk_part_ptr,
-    dv_part_ptr,
-    segments,
-    items,
-    row_width,
-    scale,
-    H: gl.constexpr,
-    G: gl.constexpr,
-    D: gl.constexpr,
-    STAGES: gl.constexpr,
-    CONSUMER_REGS: gl.constexpr,
-    PRODUCER_REGS: gl.constexpr,
-):
+    q_desc, do_desc, k_desc, v_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dk_part_ptr, dv_part_ptr,
+    segments, items, row_width, scale,
+    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+):  # fmt: skip
     """Grid (items x G, tiles of 128 keys). lse (-lse / scale) and delta (negated): fp32
     [H, row_width]."""
     GROUP: gl.constexpr = H // G
@@ -247,110 +186,23 @@ def attention_dkdv_hopper_kernel(
             mbarrier.init(ready.index(stage), count=1)
             mbarrier.init(s_ready.index(stage), count=32)
             mbarrier.init(free.index(stage), count=2)
+        consumed = (
+            (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem),
+            (kv_ready, ready, s_ready, free),
+            (dk_ptr, dv_ptr, dk_part_ptr, dv_part_ptr),
+            (segments, key_segment, first, count, partial, start, length, key0, head, scale),
+        )
+        produced = (
+            (q_desc, do_desc, k_desc, v_desc, lse_ptr, delta_ptr, row_width),
+            (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem),
+            (kv_ready, ready, s_ready, free),
+            (segments, key_segment, first, count, start, key0, head),
+        )
         gl.warp_specialize(
             [
-                (
-                    _dkdv_consume,
-                    (
-                        k_smem,
-                        v_smem,
-                        q_smem,
-                        do_smem,
-                        lse_smem,
-                        delta_smem,
-                        kv_ready,
-                        ready,
-                        s_ready,
-                        free,
-                        dk_ptr,
-                        dv_ptr,
-                        dk_part_ptr,
-                        dv_part_ptr,
-                        segments,
-                        key_segment,
-                        first,
-                        count,
-                        partial,
-                        start,
-                        length,
-                        key0,
-                        head,
-                        scale,
-                        0,
-                        GROUP,
-                        G,
-                        D,
-                        STAGES,
-                        DTYPE,
-                    ),
-                ),
-                (
-                    _dkdv_consume,
-                    (
-                        k_smem,
-                        v_smem,
-                        q_smem,
-                        do_smem,
-                        lse_smem,
-                        delta_smem,
-                        kv_ready,
-                        ready,
-                        s_ready,
-                        free,
-                        dk_ptr,
-                        dv_ptr,
-                        dk_part_ptr,
-                        dv_part_ptr,
-                        segments,
-                        key_segment,
-                        first,
-                        count,
-                        partial,
-                        start,
-                        length,
-                        key0,
-                        head,
-                        scale,
-                        1,
-                        GROUP,
-                        G,
-                        D,
-                        STAGES,
-                        DTYPE,
-                    ),
-                ),
-                (
-                    _dkdv_produce,
-                    (
-                        q_desc,
-                        do_desc,
-                        k_desc,
-                        v_desc,
-                        lse_ptr,
-                        delta_ptr,
-                        row_width,
-                        k_smem,
-                        v_smem,
-                        q_smem,
-                        do_smem,
-                        lse_smem,
-                        delta_smem,
-                        kv_ready,
-                        ready,
-                        s_ready,
-                        free,
-                        segments,
-                        key_segment,
-                        first,
-                        count,
-                        start,
-                        key0,
-                        head,
-                        GROUP,
-                        D,
-                        STAGES,
-                    ),
-                ),
+                (_dkdv_consume, (consumed, 0, GROUP, G, D, STAGES, DTYPE)),
+                (_dkdv_consume, (consumed, 1, GROUP, G, D, STAGES, DTYPE)),
+                (_dkdv_produce, (produced, GROUP, D, STAGES)),
             ],
             [4, 1],
             [CONSUMER_REGS, PRODUCER_REGS],
@@ -359,32 +211,14 @@ def attention_dkdv_hopper_kernel(
 
 @gluon.jit
 def _dq_consume(
-    q_smem,
-    do_smem,
-    k_smem,
-    v_smem,
-    q_ready,
-    ready,
-    free,
-    lse_ptr,
-    delta_ptr,
-    row_width,
-    dq_ptr,
-    start,
-    length,
-    before,
-    token0,
-    head,
-    scale,
-    num_blocks,
-    GROUP_INDEX: gl.constexpr,
-    H: gl.constexpr,
-    D: gl.constexpr,
-    KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
-    DTYPE: gl.constexpr,
-):
+    given,
+    GROUP_INDEX: gl.constexpr, H: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr,
+    STAGES: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
     """One warp group: 64 query rows of one head against every block of keys."""
+    q_smem, do_smem, k_smem, v_smem, q_ready, ready, free = given[0]
+    lse_ptr, delta_ptr, row_width, dq_ptr = given[1]
+    start, length, before, token0, head, scale, num_blocks = given[2]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
@@ -419,41 +253,15 @@ def _dq_consume(
         dq, ds = warpgroup_mma_wait(0, deps=(dq, ds))
         mbarrier.arrive(free.index(stage), count=1)
     q.store((dq * scale).to(DTYPE))
-    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    row = token0 + GROUP_INDEX * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
-    d = gl.arange(0, D, gl.SliceLayout(0, OUT))
-    out = ((start + row).to(gl.int64) * H + head)[:, None] * D + d[None, :]
-    gl.store(dq_ptr + out, q.load(OUT), mask=(row < length)[:, None])
+    store_tile(q, dq_ptr, start, token0 + GROUP_INDEX * ROWS, length, head, H, D)
 
 
 @gluon.jit
-def _dq_produce(
-    q_desc,
-    do_desc,
-    k_desc,
-    v_desc,
-    k_ptr,
-    v_ptr,
-    q_smem,
-    do_smem,
-    k_smem,
-    v_smem,
-    q_ready,
-    ready,
-    free,
-    start,
-    prefix_start,
-    before,
-    end,
-    token0,
-    head,
-    kv_head,
-    kv_row,
-    num_blocks,
-    D: gl.constexpr,
-    KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def _dq_produce(given, D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
+    """Q and dO once, then keys and values in block order."""
+    q_desc, do_desc, k_desc, v_desc, k_ptr, v_ptr = given[0]
+    q_smem, do_smem, k_smem, v_smem, q_ready, ready, free = given[1]
+    start, prefix_start, before, end, token0, head, kv_head, kv_row, num_blocks = given[2]
     mbarrier.expect(q_ready, 4 * q_desc.block_type.nbytes)
     for group in gl.static_range(2):
         row = start + token0 + group * ROWS
@@ -462,9 +270,7 @@ def _dq_produce(
     for block in range(0, num_blocks):
         stage = block % STAGES
         base = block * KEYS
-        in_prefix = base + KEYS <= before
-        whole = in_prefix | ((base >= before) & (base + KEYS <= end))
-        row = gl.where(in_prefix, prefix_start, start - before) + base
+        whole, row = place(base, start, prefix_start, before, end, KEYS)
         mbarrier.wait(free.index(stage), ((block // STAGES) & 1) ^ 1)
         if whole:
             mbarrier.expect(ready.index(stage), 2 * k_desc.block_type.nbytes)
@@ -476,73 +282,30 @@ def _dq_produce(
             )
         else:
             gather(
-                k_ptr + kv_head * D,
-                k_smem.index(stage),
-                base,
-                end,
-                start,
-                prefix_start,
-                before,
-                k_ptr,
-                0,
-                kv_row,
-                D,
-                KEYS,
-                1,
-                False,
-            )
+                k_ptr + kv_head * D, k_smem.index(stage), base, end, start, prefix_start, before,
+                k_ptr, 0, kv_row, D, KEYS, 1, False,
+            )  # fmt: skip
             gather(
-                v_ptr + kv_head * D,
-                v_smem.index(stage),
-                base,
-                end,
-                start,
-                prefix_start,
-                before,
-                v_ptr,
-                0,
-                kv_row,
-                D,
-                KEYS,
-                1,
-                False,
-            )
+                v_ptr + kv_head * D, v_smem.index(stage), base, end, start, prefix_start, before,
+                v_ptr, 0, kv_row, D, KEYS, 1, False,
+            )  # fmt: skip
             mbarrier.arrive(ready.index(stage), count=1)
 
 
 @gluon.jit
 def attention_dq_hopper_kernel(
-    q_desc,
-    do_desc,
-    k_desc,
-    v_desc,
-    k_ptr,
-    v_ptr,
-    lse_ptr,
-    delta_ptr,
-    dq_ptr,
-    segments,
-    row_width,
-    scale,
-    kv_row,
-    H: gl.constexpr,
-    G: gl.constexpr,
-    D: gl.constexpr,
-    KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
-    CONSUMER_REGS: gl.constexpr,
-    PRODUCER_REGS: gl.constexpr,
-):
+    q_desc, do_desc, k_desc, v_desc, k_ptr, v_ptr, lse_ptr, delta_ptr, dq_ptr,
+    segments, row_width, scale, kv_row,
+    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+):  # fmt: skip
     """Grid (segments x H, tiles of 128 tokens of one head); the longest tiles start first."""
     DTYPE: gl.constexpr = q_desc.dtype
     index = gl.program_id(0) // H
     head = gl.program_id(0) % H
     kv_head = head // (H // G)
     token0 = (gl.num_programs(1) - 1 - gl.program_id(1)) * (2 * ROWS)
-    start = gl.load(segments + index * 4)
-    length = gl.load(segments + index * 4 + 1)
-    prefix_start = gl.load(segments + index * 4 + 2)
-    before = gl.load(segments + index * 4 + 3)
+    start, length, prefix_start, before = read_segment(segments, index)
     if token0 < length:
         end = before + length
         num_blocks = gl.cdiv(gl.minimum(before + token0 + 2 * ROWS, end), KEYS)
@@ -558,96 +321,21 @@ def attention_dq_hopper_kernel(
         for stage in gl.static_range(STAGES):
             mbarrier.init(ready.index(stage), count=1)
             mbarrier.init(free.index(stage), count=2)
+        consumed = (
+            (q_smem, do_smem, k_smem, v_smem, q_ready, ready, free),
+            (lse_ptr, delta_ptr, row_width, dq_ptr),
+            (start, length, before, token0, head, scale, num_blocks),
+        )
+        produced = (
+            (q_desc, do_desc, k_desc, v_desc, k_ptr, v_ptr),
+            (q_smem, do_smem, k_smem, v_smem, q_ready, ready, free),
+            (start, prefix_start, before, end, token0, head, kv_head, kv_row, num_blocks),
+        )
         gl.warp_specialize(
             [
-                (
-                    _dq_consume,
-                    (
-                        q_smem,
-                        do_smem,
-                        k_smem,
-                        v_smem,
-                        q_ready,
-                        ready,
-                        free,
-                        lse_ptr,
-                        delta_ptr,
-                        row_width,
-                        dq_ptr,
-                        start,
-                        length,
-                        before,
-                        token0,
-                        head,
-                        scale,
-                        num_blocks,
-                        0,
-                        H,
-                        D,
-                        KEYS,
-                        STAGES,
-                        DTYPE,
-                    ),
-                ),
-                (
-                    _dq_consume,
-                    (
-                        q_smem,
-                        do_smem,
-                        k_smem,
-                        v_smem,
-                        q_ready,
-                        ready,
-                        free,
-                        lse_ptr,
-                        delta_ptr,
-                        row_width,
-                        dq_ptr,
-                        start,
-                        length,
-                        before,
-                        token0,
-                        head,
-                        scale,
-                        num_blocks,
-                        1,
-                        H,
-                        D,
-                        KEYS,
-                        STAGES,
-                        DTYPE,
-                    ),
-                ),
-                (
-                    _dq_produce,
-                    (
-                        q_desc,
-                        do_desc,
-                        k_desc,
-                        v_desc,
-                        k_ptr,
-                        v_ptr,
-                        q_smem,
-                        do_smem,
-                        k_smem,
-                        v_smem,
-                        q_ready,
-                        ready,
-                        free,
-                        start,
-                        prefix_start,
-                        before,
-                        end,
-                        token0,
-                        head,
-                        kv_head,
-                        kv_row,
-                        num_blocks,
-                        D,
-                        KEYS,
-                        STAGES,
-                    ),
-                ),
+                (_dq_consume, (consumed, 0, H, D, KEYS, STAGES, DTYPE)),
+                (_dq_consume, (consumed, 1, H, D, KEYS, STAGES, DTYPE)),
+                (_dq_produce, (produced, D, KEYS, STAGES)),
             ],
             [4, 4],
             [CONSUMER_REGS, PRODUCER_REGS],

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from samebit.kernels.attention_block import LN2, PV_LIFT
 from samebit.kernels.attention_feed import ROWS
-from samebit.kernels.attention_hopper import block_softmax
+from samebit.kernels.attention_walk import block_softmax
 
 LIVE = gl.constexpr(32)
 """Rows of the tile that carry query heads."""
@@ -59,35 +59,13 @@ def _rescaled(acc, alpha, W: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _block(
-    count,
-    block,
-    end,
-    acc,
-    m,
-    den,
-    q_smem,
-    ring,
-    v16_smem,
-    ks_smem,
-    vs_smem,
-    ready,
-    free,
-    s_ready,
-    v16_ready,
-    v16_free,
-    factor,
-    position_R,
-    TAIL: gl.constexpr,
-    D: gl.constexpr,
-    KB: gl.constexpr,
-    SLOTS: gl.constexpr,
-    FP8: gl.constexpr,
-    S_LAYOUT: gl.constexpr,
-    O_LAYOUT: gl.constexpr,
-    L_LAYOUT: gl.constexpr,
-    DTYPE: gl.constexpr,
-):
+    count, block, end, acc, m, den, q_smem, data, bars, factor, position_R,
+    TAIL: gl.constexpr, D: gl.constexpr, KB: gl.constexpr, SLOTS: gl.constexpr, FP8: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, L_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
     """One block of keys, the count-th of this program."""
+    ring, v16_smem, ks_smem, vs_smem = data
+    ready, free, s_ready, v16_ready, v16_free = bars
     COLUMN: gl.constexpr = gl.SliceLayout(0, L_LAYOUT)
     item = 2 * count
     k_slot = item % SLOTS
@@ -135,41 +113,14 @@ def _block(
 
 @gluon.jit
 def _consume(
-    q_smem,
-    ring,
-    v16_smem,
-    ks_smem,
-    vs_smem,
-    ready,
-    free,
-    s_ready,
-    v16_ready,
-    v16_free,
-    q_ptr,
-    q_scale_ptr,
-    out_ptr,
-    lse_ptr,
-    part_acc_ptr,
-    part_m_ptr,
-    part_l_ptr,
-    index,
-    head,
-    end,
-    lo,
-    hi,
-    num_blocks,
-    max_splits,
-    factor,
-    H: gl.constexpr,
-    GROUP: gl.constexpr,
-    D: gl.constexpr,
-    KB: gl.constexpr,
-    SPLIT_BLOCKS: gl.constexpr,
-    SPLITS: gl.constexpr,
-    SLOTS: gl.constexpr,
-    FP8: gl.constexpr,
-):
+    given,
+    H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, KB: gl.constexpr,
+    SPLIT_BLOCKS: gl.constexpr, SPLITS: gl.constexpr, SLOTS: gl.constexpr, FP8: gl.constexpr,
+):  # fmt: skip
     """Every block of this program's splits; finishes the rows if no other program has more."""
+    q_smem, data, bars = given[0]
+    q_ptr, q_scale_ptr, out_ptr, lse_ptr, part_acc_ptr, part_m_ptr, part_l_ptr = given[1]
+    index, head, end, lo, hi, num_blocks, max_splits, factor = given[2]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KB, 32 if FP8 else 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     shape_S = _live(gl.zeros([ROWS, KB], gl.float32, S_LAYOUT), KB)
@@ -213,65 +164,15 @@ def _consume(
         full = gl.minimum(last, end // KB)
         for block in range(first, full):
             acc, m, den = _block(
-                count,
-                block,
-                end,
-                acc,
-                m,
-                den,
-                q_smem,
-                ring,
-                v16_smem,
-                ks_smem,
-                vs_smem,
-                ready,
-                free,
-                s_ready,
-                v16_ready,
-                v16_free,
-                factor_R,
-                position_R,
-                False,
-                D,
-                KB,
-                SLOTS,
-                FP8,
-                S_LAYOUT,
-                O_LAYOUT,
-                L_LAYOUT,
-                DTYPE,
-            )
+                count, block, end, acc, m, den, q_smem, data, bars, factor_R, position_R,
+                False, D, KB, SLOTS, FP8, S_LAYOUT, O_LAYOUT, L_LAYOUT, DTYPE,
+            )  # fmt: skip
             count += 1
         for block in range(full, last):
             acc, m, den = _block(
-                count,
-                block,
-                end,
-                acc,
-                m,
-                den,
-                q_smem,
-                ring,
-                v16_smem,
-                ks_smem,
-                vs_smem,
-                ready,
-                free,
-                s_ready,
-                v16_ready,
-                v16_free,
-                factor_R,
-                position_R,
-                True,
-                D,
-                KB,
-                SLOTS,
-                FP8,
-                S_LAYOUT,
-                O_LAYOUT,
-                L_LAYOUT,
-                DTYPE,
-            )
+                count, block, end, acc, m, den, q_smem, data, bars, factor_R, position_R,
+                True, D, KB, SLOTS, FP8, S_LAYOUT, O_LAYOUT, L_LAYOUT, DTYPE,
+            )  # fmt: skip
             count += 1
         live = _live(acc, D)
         if not whole:
@@ -303,51 +204,27 @@ def _consume(
                 if FP8:
                     inverse = inverse * (1.0 / PV_LIFT)
                 live = live * gl.convert_layout(inverse, gl.SliceLayout(1, OUT))[:, None]
-                gl.store(
-                    out_ptr + (first_row + r_O)[:, None] * D + d_O[None, :],
-                    live.to(out_ptr.dtype.element_ty),
-                    mask=mask_O,
-                )
-                gl.store(
-                    lse_ptr + first_row + r_S, (m_total + gl.log2(l_total)) * LN2, mask=r_S < GROUP
-                )
+                out_O = out_ptr + (first_row + r_O)[:, None] * D + d_O[None, :]
+                gl.store(out_O, live.to(out_ptr.dtype.element_ty), mask=mask_O)
+                lse = (m_total + gl.log2(l_total)) * LN2
+                gl.store(lse_ptr + first_row + r_S, lse, mask=r_S < GROUP)
 
 
 @gluon.jit
 def _fetch_k(
-    count,
-    page,
-    inside,
-    k_desc,
-    k_scale_ptr,
-    v_scale_ptr,
-    ring,
-    ks_smem,
-    vs_smem,
-    ready,
-    s_ready,
-    head,
-    k_page,
-    k_head,
-    k_column,
-    ks_page,
-    ks_row,
-    ks_head,
-    vs_page,
-    vs_row,
-    vs_head,
-    KB: gl.constexpr,
-    SLOTS: gl.constexpr,
-    FP8: gl.constexpr,
-):
+    count, page, inside, k_desc, scales, ring, copied, ready, s_ready, head, strides,
+    KB: gl.constexpr, SLOTS: gl.constexpr, FP8: gl.constexpr,
+):  # fmt: skip
     """Starts the copies of one block's keys and, with codes, of both scales."""
+    k_scale_ptr, v_scale_ptr = scales
+    ks_smem, vs_smem = copied
+    k_page, k_head, k_column = strides[0]
+    ks_page, ks_row, ks_head, vs_page, vs_row, vs_head = strides[2]
     slot = (2 * count) % SLOTS
     mbarrier.expect(ready.index(slot), k_desc.block_type.nbytes)
+    row = page * k_page + head * k_head + inside
     tma.async_copy_global_to_shared(
-        k_desc,
-        [page * k_page + head * k_head + inside, head * k_column],
-        ready.index(slot),
-        ring.index(slot),
+        k_desc, [row, head * k_column], ready.index(slot), ring.index(slot)
     )
     if FP8:
         SCALED: gl.constexpr = SLOTS // 2 + 2
@@ -366,52 +243,24 @@ def _fetch_k(
 
 
 @gluon.jit
-def _fetch_v(
-    count, page, inside, v_desc, ring, ready, head, v_page, v_head, v_column, SLOTS: gl.constexpr
-):
+def _fetch_v(count, page, inside, v_desc, ring, ready, head, strides, SLOTS: gl.constexpr):
+    """Starts the copy of one block's values."""
+    v_page, v_head, v_column = strides[1]
     slot = (2 * count + 1) % SLOTS
     mbarrier.expect(ready.index(slot), v_desc.block_type.nbytes)
+    row = page * v_page + head * v_head + inside
     tma.async_copy_global_to_shared(
-        v_desc,
-        [page * v_page + head * v_head + inside, head * v_column],
-        ready.index(slot),
-        ring.index(slot),
+        v_desc, [row, head * v_column], ready.index(slot), ring.index(slot)
     )
 
 
 @gluon.jit
-def _feed(
-    k_desc,
-    v_desc,
-    k_scale_ptr,
-    v_scale_ptr,
-    ring,
-    ks_smem,
-    vs_smem,
-    ready,
-    free,
-    s_ready,
-    table,
-    head,
-    lo,
-    hi,
-    k_page,
-    k_head,
-    k_column,
-    v_page,
-    v_head,
-    v_column,
-    ks_page,
-    ks_row,
-    ks_head,
-    vs_page,
-    vs_row,
-    vs_head,
-    KB: gl.constexpr,
-    PAGE: gl.constexpr,
-    SLOTS: gl.constexpr,
-):
+def _feed(given, KB: gl.constexpr, PAGE: gl.constexpr, SLOTS: gl.constexpr):
     """BF16: copies alone, as far ahead as there are free slots."""
+    k_desc, v_desc, scales = given[0]
+    ring, ks_smem, vs_smem, ready, free, s_ready = given[1]
+    table, head, lo, hi = given[2]
+    strides = given[3]
     page = gl.load(table + lo * KB // PAGE)
     for block in range(lo, hi):
         # The next page number travels while this block waits for a free slot.
@@ -421,75 +270,23 @@ def _feed(
         item = 2 * count
         mbarrier.wait(free.index(item % SLOTS), ((item // SLOTS) & 1) ^ 1)
         _fetch_k(
-            count,
-            page,
-            inside,
-            k_desc,
-            k_scale_ptr,
-            v_scale_ptr,
-            ring,
-            ks_smem,
-            vs_smem,
-            ready,
-            s_ready,
-            head,
-            k_page,
-            k_head,
-            k_column,
-            ks_page,
-            ks_row,
-            ks_head,
-            vs_page,
-            vs_row,
-            vs_head,
-            KB,
-            SLOTS,
-            False,
-        )
+            count, page, inside, k_desc, scales, ring, (ks_smem, vs_smem), ready, s_ready, head,
+            strides, KB, SLOTS, False,
+        )  # fmt: skip
         item += 1
         mbarrier.wait(free.index(item % SLOTS), ((item // SLOTS) & 1) ^ 1)
-        _fetch_v(count, page, inside, v_desc, ring, ready, head, v_page, v_head, v_column, SLOTS)
+        _fetch_v(count, page, inside, v_desc, ring, ready, head, strides, SLOTS)
         page = following
 
 
 @gluon.jit
-def _feed_codes(
-    k_desc,
-    v_desc,
-    k_scale_ptr,
-    v_scale_ptr,
-    ring,
-    v16_smem,
-    ks_smem,
-    vs_smem,
-    ready,
-    free,
-    s_ready,
-    v16_ready,
-    v16_free,
-    table,
-    head,
-    end,
-    lo,
-    hi,
-    k_page,
-    k_head,
-    k_column,
-    v_page,
-    v_head,
-    v_column,
-    ks_page,
-    ks_row,
-    ks_head,
-    vs_page,
-    vs_row,
-    vs_head,
-    D: gl.constexpr,
-    KB: gl.constexpr,
-    PAGE: gl.constexpr,
-    SLOTS: gl.constexpr,
-):
+def _feed_codes(given, D: gl.constexpr, KB: gl.constexpr, PAGE: gl.constexpr, SLOTS: gl.constexpr):
     """E4M3: copies SLOTS // 2 blocks ahead, and the conversion of each block's values."""
+    k_desc, v_desc, scales = given[0]
+    ring, v16_smem, ks_smem, vs_smem = given[1]
+    ready, free, s_ready, v16_ready, v16_free = given[2]
+    table, head, end, lo, hi = given[3]
+    strides = given[4]
     DEPTH: gl.constexpr = SLOTS // 2
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     for ahead in gl.static_range(DEPTH):
@@ -497,34 +294,10 @@ def _feed_codes(
             page = gl.load(table + (lo + ahead) * KB // PAGE)
             inside = (lo + ahead) * KB % PAGE
             _fetch_k(
-                ahead,
-                page,
-                inside,
-                k_desc,
-                k_scale_ptr,
-                v_scale_ptr,
-                ring,
-                ks_smem,
-                vs_smem,
-                ready,
-                s_ready,
-                head,
-                k_page,
-                k_head,
-                k_column,
-                ks_page,
-                ks_row,
-                ks_head,
-                vs_page,
-                vs_row,
-                vs_head,
-                KB,
-                SLOTS,
-                True,
-            )
-            _fetch_v(
-                ahead, page, inside, v_desc, ring, ready, head, v_page, v_head, v_column, SLOTS
-            )
+                ahead, page, inside, k_desc, scales, ring, (ks_smem, vs_smem), ready, s_ready, head,
+                strides, KB, SLOTS, True,
+            )  # fmt: skip
+            _fetch_v(ahead, page, inside, v_desc, ring, ready, head, strides, SLOTS)
     for block in range(lo, hi):
         count = block - lo
         item = 2 * count
@@ -543,89 +316,24 @@ def _feed_codes(
         fence_async_shared()
         mbarrier.arrive(v16_ready, count=1)
         if further < hi:
-            _fetch_v(
-                count + DEPTH,
-                page,
-                inside,
-                v_desc,
-                ring,
-                ready,
-                head,
-                v_page,
-                v_head,
-                v_column,
-                SLOTS,
-            )
+            _fetch_v(count + DEPTH, page, inside, v_desc, ring, ready, head, strides, SLOTS)
             mbarrier.wait(free.index(item % SLOTS), (item // SLOTS) & 1)
             _fetch_k(
-                count + DEPTH,
-                page,
-                inside,
-                k_desc,
-                k_scale_ptr,
-                v_scale_ptr,
-                ring,
-                ks_smem,
-                vs_smem,
-                ready,
-                s_ready,
-                head,
-                k_page,
-                k_head,
-                k_column,
-                ks_page,
-                ks_row,
-                ks_head,
-                vs_page,
-                vs_row,
-                vs_head,
-                KB,
-                SLOTS,
-                True,
-            )
+                count + DEPTH, page, inside, k_desc, scales, ring, (ks_smem, vs_smem), ready, s_ready, head,
+                strides, KB, SLOTS, True,
+            )  # fmt: skip
 
 
 @gluon.jit
 def attention_decode_hopper_kernel(
-    k_desc,
-    v_desc,
-    q_ptr,
-    q_scale_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    out_ptr,
-    lse_ptr,
-    part_acc_ptr,
-    part_m_ptr,
-    part_l_ptr,
-    block_table,
-    context_lens,
-    table_width,
-    factor,
-    max_splits,
-    k_page,
-    k_head,
-    k_column,
-    v_page,
-    v_head,
-    v_column,
-    ks_page,
-    ks_row,
-    ks_head,
-    vs_page,
-    vs_row,
-    vs_head,
-    H: gl.constexpr,
-    G: gl.constexpr,
-    D: gl.constexpr,
-    KB: gl.constexpr,
-    SPLIT_BLOCKS: gl.constexpr,
-    SPLITS: gl.constexpr,
-    PAGE: gl.constexpr,
-    SLOTS: gl.constexpr,
-    FP8: gl.constexpr,
-    FEEDER_REGS: gl.constexpr,
-):
+    k_desc, v_desc, q_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, out_ptr, lse_ptr,
+    part_acc_ptr, part_m_ptr, part_l_ptr, block_table, context_lens, table_width, factor, max_splits,
+    k_page, k_head, k_column, v_page, v_head, v_column,
+    ks_page, ks_row, ks_head, vs_page, vs_row, vs_head,
+    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, KB: gl.constexpr,
+    SPLIT_BLOCKS: gl.constexpr, SPLITS: gl.constexpr, PAGE: gl.constexpr, SLOTS: gl.constexpr,
+    FP8: gl.constexpr, FEEDER_REGS: gl.constexpr,
+):  # fmt: skip
     """Grid (B x G, ceil(splits / SPLITS)). Page strides count rows of the descriptors."""
     GROUP: gl.constexpr = H // G
     index = gl.program_id(0) // G
@@ -656,167 +364,35 @@ def attention_decode_hopper_kernel(
             mbarrier.init(free.index(slot), count=1)
         for slot in gl.static_range(SCALED):
             mbarrier.init(s_ready.index(slot), count=128)
+        pointers = (q_ptr, q_scale_ptr, out_ptr, lse_ptr, part_acc_ptr, part_m_ptr, part_l_ptr)
+        rows = (index, head, end, lo, hi, num_blocks, max_splits, factor)
+        sources = (k_desc, v_desc, (k_scale_ptr, v_scale_ptr))
+        bars = (ready, free, s_ready, v16_ready, v16_free)
+        scale_strides = (ks_page, ks_row, ks_head, vs_page, vs_row, vs_head)
+        strides = ((k_page, k_head, k_column), (v_page, v_head, v_column), scale_strides)
         if FP8:
             V16: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
             v16_smem = gl.allocate_shared_memory(gl.float16, [KB, D], V16)
+            data = (ring, v16_smem, ks_smem, vs_smem)
+            consumed = ((q_smem, data, bars), pointers, rows)
+            fed = (sources, data, bars, (table, head, end, lo, hi), strides)
             gl.warp_specialize(
                 [
-                    (
-                        _consume,
-                        (
-                            q_smem,
-                            ring,
-                            v16_smem,
-                            ks_smem,
-                            vs_smem,
-                            ready,
-                            free,
-                            s_ready,
-                            v16_ready,
-                            v16_free,
-                            q_ptr,
-                            q_scale_ptr,
-                            out_ptr,
-                            lse_ptr,
-                            part_acc_ptr,
-                            part_m_ptr,
-                            part_l_ptr,
-                            index,
-                            head,
-                            end,
-                            lo,
-                            hi,
-                            num_blocks,
-                            max_splits,
-                            factor,
-                            H,
-                            GROUP,
-                            D,
-                            KB,
-                            SPLIT_BLOCKS,
-                            SPLITS,
-                            SLOTS,
-                            FP8,
-                        ),
-                    ),
-                    (
-                        _feed_codes,
-                        (
-                            k_desc,
-                            v_desc,
-                            k_scale_ptr,
-                            v_scale_ptr,
-                            ring,
-                            v16_smem,
-                            ks_smem,
-                            vs_smem,
-                            ready,
-                            free,
-                            s_ready,
-                            v16_ready,
-                            v16_free,
-                            table,
-                            head,
-                            end,
-                            lo,
-                            hi,
-                            k_page,
-                            k_head,
-                            k_column,
-                            v_page,
-                            v_head,
-                            v_column,
-                            ks_page,
-                            ks_row,
-                            ks_head,
-                            vs_page,
-                            vs_row,
-                            vs_head,
-                            D,
-                            KB,
-                            PAGE,
-                            SLOTS,
-                        ),
-                    ),
+                    (_consume, (consumed, H, GROUP, D, KB, SPLIT_BLOCKS, SPLITS, SLOTS, FP8)),
+                    (_feed_codes, (fed, D, KB, PAGE, SLOTS)),
                 ],
                 [4],
                 [FEEDER_REGS],
             )
         else:
+            data = (ring, ring.index(0), ks_smem, vs_smem)
+            consumed = ((q_smem, data, bars), pointers, rows)
+            copied = (ring, ks_smem, vs_smem, ready, free, s_ready)
+            fed = (sources, copied, (table, head, lo, hi), strides)
             gl.warp_specialize(
                 [
-                    (
-                        _consume,
-                        (
-                            q_smem,
-                            ring,
-                            ring.index(0),
-                            ks_smem,
-                            vs_smem,
-                            ready,
-                            free,
-                            s_ready,
-                            v16_ready,
-                            v16_free,
-                            q_ptr,
-                            q_scale_ptr,
-                            out_ptr,
-                            lse_ptr,
-                            part_acc_ptr,
-                            part_m_ptr,
-                            part_l_ptr,
-                            index,
-                            head,
-                            end,
-                            lo,
-                            hi,
-                            num_blocks,
-                            max_splits,
-                            factor,
-                            H,
-                            GROUP,
-                            D,
-                            KB,
-                            SPLIT_BLOCKS,
-                            SPLITS,
-                            SLOTS,
-                            FP8,
-                        ),
-                    ),
-                    (
-                        _feed,
-                        (
-                            k_desc,
-                            v_desc,
-                            k_scale_ptr,
-                            v_scale_ptr,
-                            ring,
-                            ks_smem,
-                            vs_smem,
-                            ready,
-                            free,
-                            s_ready,
-                            table,
-                            head,
-                            lo,
-                            hi,
-                            k_page,
-                            k_head,
-                            k_column,
-                            v_page,
-                            v_head,
-                            v_column,
-                            ks_page,
-                            ks_row,
-                            ks_head,
-                            vs_page,
-                            vs_row,
-                            vs_head,
-                            KB,
-                            PAGE,
-                            SLOTS,
-                        ),
-                    ),
+                    (_consume, (consumed, H, GROUP, D, KB, SPLIT_BLOCKS, SPLITS, SLOTS, FP8)),
+                    (_feed, (fed, KB, PAGE, SLOTS)),
                 ],
                 [1],
                 [FEEDER_REGS],

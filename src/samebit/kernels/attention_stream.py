@@ -4,156 +4,33 @@ program: the copies of the next tile run while this one ends.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from samebit.kernels.attention_block import LN2, PV_LIFT
 from samebit.kernels.attention_feed import ROWS, SCALE_SLOTS, feed, turns, work_tile
-from samebit.kernels.attention_hopper import block_scores, block_softmax
-
-
-@gluon.jit
-def _probabilities(
-    s,
-    m,
-    den,
-    step,
-    block,
-    end,
-    ks_smem,
-    vs_smem,
-    s_ready,
-    factor,
-    position_R,
-    MASKED: gl.constexpr,
-    KB: gl.constexpr,
-    LAYOUT: gl.constexpr,
-    FP8: gl.constexpr,
-):
-    """block_softmax with the scales of the keys before it and those of the values after it."""
-    COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    slot = step % SCALE_SLOTS
-    if FP8:
-        mbarrier.wait(s_ready.index(slot), (step // SCALE_SLOTS) & 1)
-        s = s * ks_smem.index(slot).load(COLUMN)[None, :]
-    p, m, den, alpha = block_softmax(s, m, den, factor, position_R, block * KB, MASKED, LAYOUT, KB)
-    if FP8:
-        v_scale = vs_smem.index(slot).load(COLUMN) * PV_LIFT
-        if MASKED:
-            v_scale = gl.where(block * KB + gl.arange(0, KB, COLUMN) < end, v_scale, 0.0)
-        p = p * v_scale[None, :]
-    return p, m, den, alpha
-
-
-@gluon.jit
-def _advance(
-    first,
-    last,
-    step0,
-    end,
-    q,
-    p,
-    acc,
-    m,
-    den,
-    k_smem,
-    v_smem,
-    ks_smem,
-    vs_smem,
-    k_ready,
-    v_ready,
-    k_free,
-    v_free,
-    s_ready,
-    factor,
-    position_R,
-    MASKED: gl.constexpr,
-    KB: gl.constexpr,
-    STAGES: gl.constexpr,
-    FP8: gl.constexpr,
-    S_LAYOUT: gl.constexpr,
-    O_LAYOUT: gl.constexpr,
-    DTYPE: gl.constexpr,
-):
-    """Blocks first..last-1, each overlapping the product of the block before with its softmax."""
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    for block in range(first, last):
-        step = step0 + block
-        s = block_scores(step, q, k_smem, k_ready, KB, STAGES, S_LAYOUT)
-        stage = (step - 1) % STAGES
-        mbarrier.wait(v_ready.index(stage), ((step - 1) // STAGES) & 1)
-        acc = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
-        s = warpgroup_mma_wait(1, deps=(s,))
-        mbarrier.arrive(k_free.index(step % STAGES), count=1)
-        prob, m, den, alpha = _probabilities(
-            s,
-            m,
-            den,
-            step,
-            block,
-            end,
-            ks_smem,
-            vs_smem,
-            s_ready,
-            factor,
-            position_R,
-            MASKED,
-            KB,
-            S_LAYOUT,
-            FP8,
-        )
-        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-        mbarrier.arrive(v_free.index(stage), count=1)
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
-        p = gl.convert_layout(prob.to(DTYPE), P_LAYOUT)
-    return p, acc, m, den
+from samebit.kernels.attention_walk import fold_split, walk_split
 
 
 @gluon.jit
 def _consume(
-    q_smem,
-    k_smem,
-    v_smem,
-    total_smem,
-    ks_smem,
-    vs_smem,
-    q_ready,
-    q_free,
-    k_ready,
-    v_ready,
-    k_free,
-    v_free,
-    s_ready,
-    q_scale_ptr,
-    out_ptr,
-    lse_ptr,
-    work,
-    context_lens,
-    query_starts,
-    num_sequences,
-    num_tiles,
-    scale_factor,
-    GROUP_INDEX: gl.constexpr,
-    H: gl.constexpr,
-    D: gl.constexpr,
-    KB: gl.constexpr,
-    SPLIT_BLOCKS: gl.constexpr,
-    STAGES: gl.constexpr,
-    PAGED: gl.constexpr,
-    FP8: gl.constexpr,
-):
+    given,
+    GROUP_INDEX: gl.constexpr, H: gl.constexpr, D: gl.constexpr, KB: gl.constexpr,
+    SPLIT_BLOCKS: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr, FP8: gl.constexpr,
+):  # fmt: skip
     """One warp group: 64 query rows of every tile against every block."""
+    q_smem, k_smem, v_smem, total_smem, ks_smem, vs_smem = given[0]
+    q_ready, q_free, k_ready, v_ready, k_free, v_free, s_ready = given[1]
+    q_scale_ptr, out_ptr, lse_ptr = given[2]
+    work, context_lens, query_starts, num_sequences, num_tiles, scale_factor = given[3]
     DTYPE: gl.constexpr = gl.float16 if FP8 else gl.bfloat16
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KB, 32 if FP8 else 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     ROW_O: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     q = q_smem.index(GROUP_INDEX)
     total = total_smem.index(GROUP_INDEX)
+    rings = (k_smem, v_smem, k_ready, v_ready, k_free, v_free)
+    scales = (ks_smem, vs_smem, s_ready)
     step0 = 0
     num_turns = turns(num_tiles)
     start, length, _prefix, before, token0, head, _sequence = work_tile(
@@ -187,111 +64,13 @@ def _consume(
             lo = split * SPLIT_BLOCKS
             hi = gl.minimum(lo + SPLIT_BLOCKS, num_blocks)
             mid = gl.minimum(gl.maximum(num_full, lo + 1), hi)
-            m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-            den = gl.zeros([ROWS], gl.float32, ROW)
-            acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
-            s = block_scores(step0 + lo, q, k_smem, k_ready, KB, STAGES, S_LAYOUT)
-            s = warpgroup_mma_wait(0, deps=(s,))
-            mbarrier.arrive(k_free.index((step0 + lo) % STAGES), count=1)
-            prob, m, den, _alpha = _probabilities(
-                s,
-                m,
-                den,
-                step0 + lo,
-                lo,
-                end,
-                ks_smem,
-                vs_smem,
-                s_ready,
-                factor,
-                position_R,
-                True,
-                KB,
-                S_LAYOUT,
-                FP8,
-            )
-            p = gl.convert_layout(prob.to(DTYPE), P_LAYOUT)
-            p, acc, m, den = _advance(
-                lo + 1,
-                mid,
-                step0,
-                end,
-                q,
-                p,
-                acc,
-                m,
-                den,
-                k_smem,
-                v_smem,
-                ks_smem,
-                vs_smem,
-                k_ready,
-                v_ready,
-                k_free,
-                v_free,
-                s_ready,
-                factor,
-                position_R,
-                False,
-                KB,
-                STAGES,
-                FP8,
-                S_LAYOUT,
-                O_LAYOUT,
-                DTYPE,
-            )
-            p, acc, m, den = _advance(
-                mid,
-                hi,
-                step0,
-                end,
-                q,
-                p,
-                acc,
-                m,
-                den,
-                k_smem,
-                v_smem,
-                ks_smem,
-                vs_smem,
-                k_ready,
-                v_ready,
-                k_free,
-                v_free,
-                s_ready,
-                factor,
-                position_R,
-                True,
-                KB,
-                STAGES,
-                FP8,
-                S_LAYOUT,
-                O_LAYOUT,
-                DTYPE,
-            )
-            if split + 1 == num_splits:
-                mbarrier.arrive(q_free, count=1)
-            step = step0 + hi - 1
-            mbarrier.wait(v_ready.index(step % STAGES), (step // STAGES) & 1)
-            acc = warpgroup_mma(p, v_smem.index(step % STAGES), acc, is_async=True)
-            acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-            mbarrier.arrive(v_free.index(step % STAGES), count=1)
+            acc, m, den = walk_split(
+                lo, mid, hi, step0, end, q, rings, scales, factor, position_R, split, num_splits, q_free,
+                True, D, KB, STAGES, FP8, S_LAYOUT, O_LAYOUT, DTYPE,
+            )  # fmt: skip
             if split > 0:
-                # A row whose position precedes the split skips it: no rounding, no sign change.
-                seen = position_R >= lo * KB
-                m_new = gl.maximum(m_total, m)
-                old = gl.exp2(m_total - m_new)
-                new = gl.exp2(m - m_new)
-                l_new = gl.fma(l_total, old, den * new)
-                m_total = gl.where(seen, m_new, m_total)
-                l_total = gl.where(seen, l_new, l_total)
-                earlier = total.load(O_LAYOUT)
-                old = gl.convert_layout(old, ROW_O)[:, None]
-                new = gl.convert_layout(new, ROW_O)[:, None]
-                acc = gl.where(
-                    gl.convert_layout(seen, ROW_O)[:, None],
-                    gl.fma(earlier, old, acc * new),
-                    earlier,
+                acc, m_total, l_total = fold_split(
+                    acc, m, den, m_total, l_total, total, position_R >= lo * KB, O_LAYOUT
                 )
             else:
                 m_total = m
@@ -314,54 +93,14 @@ def _consume(
 
 @gluon.jit
 def attention_stream_kernel(
-    q_desc,
-    k_desc,
-    v_desc,
-    k_ptr,
-    v_ptr,
-    q_scale_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    out_ptr,
-    lse_ptr,
-    work,
-    block_table,
-    context_lens,
-    query_starts,
-    table_width,
-    num_sequences,
-    num_tiles,
-    factor,
-    k_rows,
-    k_head_rows,
-    k_column,
-    v_rows,
-    v_head_rows,
-    v_column,
-    k_page,
-    k_row,
-    k_head,
-    v_page,
-    v_row,
-    v_head,
-    ks_page,
-    ks_row,
-    ks_head,
-    vs_page,
-    vs_row,
-    vs_head,
-    H: gl.constexpr,
-    G: gl.constexpr,
-    D: gl.constexpr,
-    KB: gl.constexpr,
-    SPLIT_BLOCKS: gl.constexpr,
-    STAGES: gl.constexpr,
-    PAGE: gl.constexpr,
-    PAGED: gl.constexpr,
-    FP8: gl.constexpr,
-    CONSUMER_REGS: gl.constexpr,
-    PRODUCER_REGS: gl.constexpr,
-):
+    q_desc, k_desc, v_desc, k_ptr, v_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, out_ptr, lse_ptr,
+    work, block_table, context_lens, query_starts, table_width, num_sequences, num_tiles, factor,
+    k_rows, k_head_rows, k_column, v_rows, v_head_rows, v_column,
+    k_page, k_row, k_head, v_page, v_row, v_head, ks_page, ks_row, ks_head, vs_page, vs_row, vs_head,
+    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, KB: gl.constexpr,
+    SPLIT_BLOCKS: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, PAGED: gl.constexpr,
+    FP8: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+):  # fmt: skip
     """Any grid of at most num_tiles programs; a tile is 128 tokens of one query head."""
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [2, ROWS, D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, KB, D], k_desc.layout)
@@ -397,137 +136,26 @@ def attention_stream_kernel(
     else:
         v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, KB, D], v_desc.layout)
         v8_smem = v_smem
+    consumed = (
+        (q_smem, k_smem, v_smem, total_smem, ks_smem, vs_smem),
+        (q_ready, q_free, k_ready, v_ready, k_free, v_free, s_ready),
+        (q_scale_ptr, out_ptr, lse_ptr),
+        (work, context_lens, query_starts, num_sequences, num_tiles, factor),
+    )
+    fed = (
+        (q_desc, k_desc, v_desc, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr),
+        (work, block_table, context_lens, query_starts, table_width, num_sequences, num_tiles),
+        (q_smem, k_smem, v_smem, v8_smem, ks_smem, vs_smem),
+        (q_ready, q_free, k_ready, v_ready, k_free, v_free, v8_ready, s_ready),
+        (k_rows, k_head_rows, k_column, v_rows, v_head_rows, v_column),
+        (k_page, k_row, k_head, v_page, v_row, v_head),
+        (ks_page, ks_row, ks_head, vs_page, vs_row, vs_head),
+    )
     gl.warp_specialize(
         [
-            (
-                _consume,
-                (
-                    q_smem,
-                    k_smem,
-                    v_smem,
-                    total_smem,
-                    ks_smem,
-                    vs_smem,
-                    q_ready,
-                    q_free,
-                    k_ready,
-                    v_ready,
-                    k_free,
-                    v_free,
-                    s_ready,
-                    q_scale_ptr,
-                    out_ptr,
-                    lse_ptr,
-                    work,
-                    context_lens,
-                    query_starts,
-                    num_sequences,
-                    num_tiles,
-                    factor,
-                    0,
-                    H,
-                    D,
-                    KB,
-                    SPLIT_BLOCKS,
-                    STAGES,
-                    PAGED,
-                    FP8,
-                ),
-            ),
-            (
-                _consume,
-                (
-                    q_smem,
-                    k_smem,
-                    v_smem,
-                    total_smem,
-                    ks_smem,
-                    vs_smem,
-                    q_ready,
-                    q_free,
-                    k_ready,
-                    v_ready,
-                    k_free,
-                    v_free,
-                    s_ready,
-                    q_scale_ptr,
-                    out_ptr,
-                    lse_ptr,
-                    work,
-                    context_lens,
-                    query_starts,
-                    num_sequences,
-                    num_tiles,
-                    factor,
-                    1,
-                    H,
-                    D,
-                    KB,
-                    SPLIT_BLOCKS,
-                    STAGES,
-                    PAGED,
-                    FP8,
-                ),
-            ),
-            (
-                feed,
-                (
-                    q_desc,
-                    k_desc,
-                    v_desc,
-                    k_ptr,
-                    v_ptr,
-                    k_scale_ptr,
-                    v_scale_ptr,
-                    work,
-                    block_table,
-                    context_lens,
-                    query_starts,
-                    table_width,
-                    num_sequences,
-                    num_tiles,
-                    q_smem,
-                    k_smem,
-                    v_smem,
-                    v8_smem,
-                    ks_smem,
-                    vs_smem,
-                    q_ready,
-                    q_free,
-                    k_ready,
-                    v_ready,
-                    k_free,
-                    v_free,
-                    v8_ready,
-                    s_ready,
-                    k_rows,
-                    k_head_rows,
-                    k_column,
-                    v_rows,
-                    v_head_rows,
-                    v_column,
-                    k_page,
-                    k_row,
-                    k_head,
-                    v_page,
-                    v_row,
-                    v_head,
-                    ks_page,
-                    ks_row,
-                    ks_head,
-                    vs_page,
-                    vs_row,
-                    vs_head,
-                    H,
-                    G,
-                    D,
-                    KB,
-                    STAGES,
-                    PAGE,
-                    PAGED,
-                    FP8,
-                ),
-            ),
+            (_consume, (consumed, 0, H, D, KB, SPLIT_BLOCKS, STAGES, PAGED, FP8)),
+            (_consume, (consumed, 1, H, D, KB, SPLIT_BLOCKS, STAGES, PAGED, FP8)),
+            (feed, (fed, H, G, D, KB, STAGES, PAGE, PAGED, FP8)),
         ],
         [4, 4],
         [CONSUMER_REGS, PRODUCER_REGS],

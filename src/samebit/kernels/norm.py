@@ -18,14 +18,16 @@ import triton.language as tl
 from samebit.formats import BLOCK, INT8, Format
 from samebit.kernels.quantize_common import (
     NUMERIC_OPTIONS,
+    amax_bits,
     block_codes,
     empty_activation_scale,
     fold_rows,
-    magnitude_bits,
     padded,
+    pair_sum,
     round_to_bf16,
     tree_sum,
     widened,
+    widened_once,
 )
 from samebit.kernels.quantize_row import row_codes
 
@@ -59,16 +61,22 @@ def row_sum(x, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
     Folding first keeps the early steps in one thread's registers for the usual layouts.
     """
     if GROUPS > 16:
-        total = tree_sum(tl.reshape(fold_rows(x, 16), (1, 16 * BLOCK)))
-    else:
-        total = tree_sum(tl.reshape(x, (1, GROUPS * BLOCK)))
-    return tl.sum(total, axis=0)
+        x = fold_rows(x, 16)
+    return pair_sum(tree_sum(tl.reshape(x, (1, x.shape[0] * BLOCK)), 8))
 
 
 @triton.jit
-def row_rstd(x, K, eps, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
-    """1/sqrt(mean(x^2) + eps), a scalar, of one row tile [groups, 128] padded with zeros."""
-    mean = tl.div_rn(row_sum(x * x, GROUPS, BLOCK), tl.cast(K, tl.float32))
+def row_rstd(x, K, eps, WHOLE: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
+    """1/sqrt(mean(x^2) + eps), a scalar, of one row tile [groups, 128] padded with zeros.
+
+    WHOLE: there is no padding.
+    """
+    total = row_sum(x * x, GROUPS, BLOCK)
+    if WHOLE:
+        # K is a power of two: the same quotient.
+        mean = total * (1.0 / (GROUPS * BLOCK))
+    else:
+        mean = tl.div_rn(total, tl.cast(K, tl.float32))
     root = tl.sqrt_rn(mean + tl.cast(eps, tl.float32))
     return tl.div_rn(tl.full((), 1.0, tl.float32), root)
 
@@ -104,21 +112,22 @@ def _rms_norm_kernel(
     inside = (k < K) | WHOLE
     padding = (k < K_PADDED) | WHOLE
     x = tl.load(x_ptr + t * x_stride + k, mask=inside, other=0.0)
+    # Here, not where it is used: the sum's barriers would stand between the two reads.
+    weight = tl.load(weight_ptr + k, mask=inside, other=0.0)
     if ADD:
         residual = tl.load(residual_ptr + t * residual_stride + k, mask=inside, other=0.0)
-        x = round_to_bf16(x.to(tl.float32) + residual.to(tl.float32))
+        x = round_to_bf16(widened_once(x) + widened_once(residual))
         tl.store(sum_ptr + t * K + k, x, mask=inside)
-    rstd = row_rstd(widened(x), K, eps, GROUPS, BLOCK)
-    weight = tl.load(weight_ptr + k, mask=inside, other=0.0).to(tl.float32)
-    y = round_to_bf16((widened(x) * rstd) * weight)
+    rstd = row_rstd(widened(x), K, eps, WHOLE, GROUPS, BLOCK)
+    y = round_to_bf16((widened(x) * rstd) * widened_once(weight))
     if STORE:
         tl.store(y_ptr + t * K + k, y, mask=inside)
     if CODES != NO_CODES:
         # Without the mask a NaN rstd would leak into the zero padding.
         if not WHOLE:
             y = tl.where(inside, y, 0.0)
-        y = widened(y)
-        bits = tl.max(magnitude_bits(y), axis=1, keep_dims=True)
+        y = widened_once(y)
+        bits = amax_bits(y, 1)
         if CODES == BLOCK_E4M3:
             codes, scale = block_codes(y, bits, True)
             address = scale_ptr + t * scale_stride_t + g * scale_stride_g

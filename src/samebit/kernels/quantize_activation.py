@@ -9,10 +9,11 @@ import triton.language as tl
 from samebit.formats import BLOCK
 from samebit.kernels.quantize_common import (
     NUMERIC_OPTIONS,
+    amax_bits,
     block_codes,
     empty_activation_scale,
-    magnitude_bits,
     padded,
+    widened_once,
 )
 
 ROWS = 32
@@ -31,6 +32,7 @@ def _quantize_activation_kernel(
     scale_stride_g,
     T,
     K,
+    BF16: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -40,9 +42,11 @@ def _quantize_activation_kernel(
     rows = t < T
     inside = rows[:, None] & (k < K)[None, :]
     x = tl.load(x_ptr + t[:, None] * x_stride + k[None, :], mask=inside, other=0.0)
-    x = x.to(tl.float32)
-    bits = tl.max(magnitude_bits(x), axis=1)
-    codes, scale = block_codes(x, bits[:, None], x_ptr.dtype.element_ty == tl.bfloat16)
+    if BF16:
+        x = widened_once(x)
+    else:
+        x = x.to(tl.float32)
+    codes, scale = block_codes(x, amax_bits(x, 1), BF16)
     tl.store(codes_ptr + t[:, None] * codes_stride + k[None, :], codes, mask=rows[:, None])
     scale_row = tl.reshape(scale, (ROWS,))
     tl.store(scale_ptr + t * scale_stride_t + g * scale_stride_g, scale_row, mask=rows)
@@ -76,6 +80,7 @@ def quantize_activation(
         scale.stride(1),
         T,
         K,
+        BF16=x_TK.dtype == torch.bfloat16,
         ROWS=ROWS,
         BLOCK=BLOCK,
         num_warps=WARPS,

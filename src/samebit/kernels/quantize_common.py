@@ -6,9 +6,10 @@ scale is NaN has the codes 0x7F (e4m3) or 0 (INT8).
 
 The quotient is the correctly rounded one without a division per element: with r = RN(1/s), two
 steps q -= (q*s - x) * r end in RN(x/s) (Markstein, "IA-64 and Elementary Functions", theorem 8.1);
-groups with a tiny scale are first multiplied by 2^64, so that no remainder is subnormal. Where x and
-amax are BF16, one step without that factor gives the same codes: there are few enough pairs to try
-them all (tests/gpu/test_quantize_gpu.py), so such callers say BF16=True.
+groups with a tiny scale are first multiplied by 2^64, so that no remainder is subnormal. Where only
+the code is wanted, less does, because codes change at few places and all of them can be tried
+(tests/gpu/test_quantize_gpu.py): one step for FP32, and for BF16 x and amax (callers say BF16=True)
+a product with 1/s in two parts.
 
 Triton's interpreter casts to e4m3 and BF16 wrongly and does not fuse `fma`, so there (and only
 there) the same values come from integer arithmetic and a plain IEEE division.
@@ -92,6 +93,21 @@ def near_reciprocal(x):
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def amax_bits(x, axis: tl.constexpr):
+    """The bits of max |x| along `axis`, which is kept: those of some NaN where there is one."""
+    if NATIVE:
+        # A maximum of floats takes |x| as an operand; of integers, the sign has to be masked first.
+        return tl.reduce(tl.abs(x), axis, _larger, keep_dims=True).to(tl.int32, bitcast=True)
+    else:
+        return tl.max(magnitude_bits(x), axis=axis, keep_dims=True)
+
+
+@triton.jit
 def scale_from_bits(bits, LARGEST: tl.constexpr, BF16: tl.constexpr):
     """The scale of a group from the bits of its amax; BF16: amax is a BF16 value.
 
@@ -115,6 +131,16 @@ def scale_from_bits(bits, LARGEST: tl.constexpr, BF16: tl.constexpr):
 
 
 @triton.jit
+def _boosted(x, scale):
+    """(x, scale, RN(1 / scale)) in x's shape, x and a tiny scale multiplied by 2^64."""
+    # 2^-40: below it q*s - x would need bits under 2^-149.
+    boost = tl.where(scale < 9.094947017729282e-13, 18446744073709551616.0, 1.0)
+    divisor = scale * boost
+    inverse = tl.broadcast_to(reciprocal(divisor), x.shape)
+    return x * boost, tl.broadcast_to(divisor, x.shape), inverse
+
+
+@triton.jit
 def quotient(x, scale, BF16: tl.constexpr):
     """RN(x / scale); `scale` has one element per group and broadcasts against `x`.
 
@@ -124,14 +150,34 @@ def quotient(x, scale, BF16: tl.constexpr):
         inverse = tl.broadcast_to(near_reciprocal(scale), x.shape)
         return corrected(x * inverse, x, tl.broadcast_to(scale, x.shape), inverse)
     elif NATIVE:
-        # 2^-40: below it q*s - x would need bits under 2^-149.
-        boost = tl.where(scale < 9.094947017729282e-13, 18446744073709551616.0, 1.0)
-        divisor = scale * boost
-        inverse = tl.broadcast_to(reciprocal(divisor), x.shape)
-        divisor = tl.broadcast_to(divisor, x.shape)
-        dividend = x * boost
+        dividend, divisor, inverse = _boosted(x, scale)
         q = corrected(dividend * inverse, dividend, divisor, inverse)
         return corrected(q, dividend, divisor, inverse)
+    else:
+        return tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+
+
+@triton.jit
+def two_part_reciprocal(x):
+    """(high, low): 1 / x = high + low to 46 bits, high rounded down, so that low is not negative."""
+    # A negative low would turn -0 * high + -0 * low into +0.
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 r, e, n, one; neg.f32 n, $2; mov.f32 one, 0f3F800000; rcp.approx.ftz.f32 r, $2; "
+        "fma.rn.f32 e, n, r, one; fma.rm.f32 $0, e, r, r; "
+        "fma.rn.f32 e, n, $0, one; mul.rn.f32 $1, e, $0; }",
+        "=&f,=f,f", [x], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def e4m3_quotient(x, scale, BF16: tl.constexpr):
+    """A quotient whose e4m3 code is that of RN(x / scale); operands as for `quotient`."""
+    if NATIVE and BF16:
+        high, low = two_part_reciprocal(scale)
+        return tl.fma(x, tl.broadcast_to(high, x.shape), x * tl.broadcast_to(low, x.shape))
+    elif NATIVE:
+        dividend, divisor, inverse = _boosted(x, scale)
+        return corrected(dividend * inverse, dividend, divisor, inverse)
     else:
         return tl.div_rn(x, tl.broadcast_to(scale, x.shape))
 
@@ -196,6 +242,18 @@ def int8_group_codes(q, bits):
 
 
 @triton.jit
+def widened_once(x):
+    """BF16 to FP32 with an instruction an element: left to itself, the compiler takes three a pair."""
+    if NATIVE and x.shape[0] * x.shape[1] >= PAIRED:
+        return tl.inline_asm_elementwise(
+            "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }",
+            "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
 def widened(x):
     """BF16 to FP32, made anew at every use: the compiler keeps the pair, not its two FP32 values.
 
@@ -231,7 +289,7 @@ def round_to_bf16(x):
 def block_codes(x, bits, BF16: tl.constexpr):
     """e4m3 codes and scale of groups; `bits` is the amax of each group, broadcastable to `x`."""
     scale = scale_from_bits(bits, E4M3_LARGEST, BF16)
-    return e4m3_code(quotient(x, scale, BF16)), scale
+    return e4m3_code(e4m3_quotient(x, scale, BF16)), scale
 
 
 @triton.constexpr_function
@@ -240,16 +298,46 @@ def log2(value):
     return value.bit_length() - 1
 
 
+SIGMOID = tl.constexpr(
+    "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; "
+    "add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }"
+)
+"""1 / (1 + 2^(-x * log2 e)) by the hardware's exponential and reciprocal, for gradients."""
+
+
 @triton.jit
-def tree_sum(x):
-    """Sum over the last axis (a power of two) of a 2-D tile by adjacent pairs.
+def gradient_sigmoid(x):
+    """1 / (1 + exp(-x)) to a few ulp: gradients are rounded to 8 bits right after."""
+    if NATIVE:
+        return tl.inline_asm_elementwise(
+            SIGMOID, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def tree_sum(x, LEFT: tl.constexpr = 1):
+    """Sum over the last axis (a power of two) of a 2-D tile by adjacent pairs, until `LEFT` are left.
 
     Every step adds two numbers, so the result does not depend on the layout that the compiler
     chose for `x`; `tl.sum` over a longer axis adds in an order that does.
     """
-    for _ in tl.static_range(log2(x.shape[1])):
+    for _ in tl.static_range(log2(x.shape[1] // LEFT)):
         x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), axis=2)
-    return tl.reshape(x, (x.shape[0],))
+    return tl.reshape(x, (x.shape[0] * LEFT,))
+
+
+@triton.jit
+def pair_sum(x):
+    """The same sum of a short 1-D tensor, a scalar, in every thread's registers.
+
+    A sum over threads of several warps crosses shared memory at each step; this crosses it once.
+    """
+    for _ in tl.static_range(log2(x.shape[0])):
+        even, odd = tl.split(tl.reshape(x, (x.shape[0] // 2, 2)))
+        x = even + odd
+    return tl.sum(x, axis=0)
 
 
 @triton.jit

@@ -17,7 +17,15 @@ import triton
 import triton.language as tl
 
 from samebit.formats import BLOCK
-from samebit.kernels._gradient_hopper import REGISTERS, WARPS, quantize_gradient_kernel
+from samebit.kernels._gradient_hopper import (
+    REGISTERS,
+    SILU_REGISTERS,
+    STRIP,
+    WARPS,
+    quantize_gradient_kernel,
+    silu_mul_gradient_kernel,
+)
+from samebit.kernels.activation import silu_mul_backward
 from samebit.kernels.quantize_common import (
     E4M3_LARGEST,
     NATIVE,
@@ -177,4 +185,36 @@ def quantize_gradient(
                 transposed_scale, *strides, N, QUADS=QUADS, BLOCK=BLOCK, num_warps=WARPS,
                 **NUMERIC_OPTIONS,
             )  # fmt: skip
+    return codes, scale, transposed, transposed_scale
+
+
+def quantize_silu_mul_gradient(
+    dy_TF: torch.Tensor, gate_TF: torch.Tensor, up_TF: torch.Tensor, token_groups: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`quantize_gradient` of the gradient of (gate, up) of SiLU(gate) * up, from dy BF16 [T, F].
+
+    Two parts of ceil128(F) columns, each padded with zero codes, as the fused weight stores them:
+    codes [T, 2 * ceil128(F)], transposed codes [2 * ceil128(F), 128 * groups]. The values are those
+    of `silu_mul_backward`, but are never written in BF16.
+    """
+    T, F = gate_TF.shape
+    groups, device = token_groups.shape[0], gate_TF.device
+    width = padded(F)
+    if not NATIVE.value:
+        both = torch.zeros((T, 2 * width), dtype=torch.bfloat16, device=device)
+        silu_mul_backward(dy_TF, gate_TF, up_TF, both[:, :F], both[:, width : width + F])
+        return quantize_gradient(both, token_groups)
+    assert dy_TF.stride(1) == gate_TF.stride(1) == up_TF.stride(1) == 1
+    codes = torch.empty((T, 2 * width), dtype=torch.float8_e4m3fn, device=device)
+    scale = empty_activation_scale(T, 2 * width, device)
+    shape = (2 * width, groups * BLOCK)
+    transposed = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+    transposed_scale = torch.empty((groups, 2 * width), dtype=torch.float32, device=device)
+    if groups:
+        silu_mul_gradient_kernel[(width // BLOCK, groups)](
+            dy_TF, gate_TF, up_TF, token_groups, codes, scale, transposed, transposed_scale,
+            dy_TF.stride(0), gate_TF.stride(0), up_TF.stride(0), codes.stride(0), scale.stride(0),
+            scale.stride(1), transposed.stride(0), transposed_scale.stride(0), F,
+            STRIP=STRIP, BLOCK=BLOCK, num_warps=WARPS, maxnreg=SILU_REGISTERS, **NUMERIC_OPTIONS,
+        )  # fmt: skip
     return codes, scale, transposed, transposed_scale

@@ -12,6 +12,7 @@ from samebit.kernels.quantize_common import (
     INT8_LARGEST,
     NUMERIC_OPTIONS,
     e4m3_code,
+    e4m3_quotient,
     int8_group_codes,
     magnitude_bits,
     padded,
@@ -31,7 +32,7 @@ def row_codes(x, bits, IS_INT8: tl.constexpr, BF16: tl.constexpr):
         return int8_group_codes(quotient(x, scale, BF16), bits), scale
     else:
         scale = scale_from_bits(bits, E4M3_LARGEST, BF16)
-        return e4m3_code(quotient(x, scale, BF16)), scale
+        return e4m3_code(e4m3_quotient(x, scale, BF16)), scale
 
 
 @triton.jit

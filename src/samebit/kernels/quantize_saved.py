@@ -15,6 +15,7 @@ from samebit.formats import BLOCK
 from samebit.kernels.quantize_common import (
     E4M3_LARGEST,
     NUMERIC_OPTIONS,
+    e4m3_quotient,
     e4m3_word,
     magnitude_bits,
     padded,
@@ -25,6 +26,14 @@ from samebit.kernels.quantize_gradient import QUADS, store_quads
 
 RESCALE_WARPS = 8
 REQUANTISE_WARPS = 4
+
+
+@triton.jit
+def _group(groups_ptr, QUADS: tl.constexpr):
+    """(first row, rows) of this program's token group, and its quads of tokens."""
+    group = tl.program_id(1)
+    first = tl.load(groups_ptr + 2 * group)
+    return first, tl.load(groups_ptr + 2 * group + 1), tl.arange(0, QUADS)
 
 
 @triton.jit
@@ -60,10 +69,8 @@ def _rescale_tokens_kernel(
 ):
     block_k = tl.program_id(0)
     group = tl.program_id(1)
-    first = tl.load(groups_ptr + 2 * group)
-    count = tl.load(groups_ptr + 2 * group + 1)
+    first, count, quad = _group(groups_ptr, QUADS)
     k = block_k * BLOCK + tl.arange(0, BLOCK)
-    quad = tl.arange(0, QUADS)
     x0 = _codes(codes_ptr, codes_stride, first, count, k, quad, 0)
     x1 = _codes(codes_ptr, codes_stride, first, count, k, quad, 1)
     x2 = _codes(codes_ptr, codes_stride, first, count, k, quad, 2)
@@ -106,10 +113,8 @@ def _requantize_tokens_kernel(
 ):
     block_k = tl.program_id(0)
     group = tl.program_id(1)
-    first = tl.load(groups_ptr + 2 * group)
-    count = tl.load(groups_ptr + 2 * group + 1)
+    first, count, quad = _group(groups_ptr, QUADS)
     k = block_k * BLOCK + tl.arange(0, BLOCK)
-    quad = tl.arange(0, QUADS)
     scales = scale_ptr + block_k * scale_stride_g
     x0 = _codes(codes_ptr, codes_stride, first, count, k, quad, 0)
     x1 = _codes(codes_ptr, codes_stride, first, count, k, quad, 1)
@@ -126,10 +131,10 @@ def _requantize_tokens_kernel(
     tl.store(target + k, scale, mask=k < K)
     scale = scale[None, :]
     words = e4m3_word(
-        quotient(x0, scale, False),
-        quotient(x1, scale, False),
-        quotient(x2, scale, False),
-        quotient(x3, scale, False),
+        e4m3_quotient(x0, scale, False),
+        e4m3_quotient(x1, scale, False),
+        e4m3_quotient(x2, scale, False),
+        e4m3_quotient(x3, scale, False),
     )
     target = transposed_ptr + group.to(tl.int64) * BLOCK
     store_quads(target, transposed_stride, k, quad, words, count)

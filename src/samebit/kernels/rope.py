@@ -16,11 +16,11 @@ import triton.language as tl
 
 from samebit.kernels.quantize_common import (
     NUMERIC_OPTIONS,
+    amax_bits,
     block_codes,
-    magnitude_bits,
     round_to_bf16,
     tree_sum,
-    widened,
+    widened_once,
 )
 
 WARPS = 4
@@ -51,10 +51,11 @@ def _store_head(lo, hi, out_ptr, scale_ptr, offset, scale_offset, inside, FP8: t
     """Write BF16 halves [heads, D/2], or their codes and one scale per head."""
     half = lo.shape[1]
     if FP8:
-        bits = tl.maximum(magnitude_bits(widened(lo)), magnitude_bits(widened(hi)))
-        bits = tl.max(bits, axis=1, keep_dims=True)
-        lo_codes, scale = block_codes(widened(lo), bits, True)
-        hi_codes, _ = block_codes(widened(hi), bits, True)
+        lo = widened_once(lo)
+        hi = widened_once(hi)
+        bits = tl.maximum(amax_bits(lo, 1), amax_bits(hi, 1))
+        lo_codes, scale = block_codes(lo, bits, True)
+        hi_codes, _ = block_codes(hi, bits, True)
         tl.store(out_ptr + offset, lo_codes, mask=inside)
         tl.store(out_ptr + offset + half, hi_codes, mask=inside)
         tl.store(scale_ptr + scale_offset, scale, mask=inside)
@@ -90,15 +91,15 @@ def _rotate_heads(
     d = tl.arange(0, HALF)[None, :]
     x1, x2 = _load_heads(x_ptr, offset, inside, HALF)
     if NORM:
-        a1 = x1.to(tl.float32)
-        a2 = x2.to(tl.float32)
+        a1 = widened_once(x1)
+        a2 = widened_once(x2)
         rstd = head_rstd(a1, a2, eps, HALF)
         x1 = round_to_bf16((a1 * rstd) * tl.load(weight_ptr + d).to(tl.float32))
         x2 = round_to_bf16((a2 * rstd) * tl.load(weight_ptr + HALF + d).to(tl.float32))
     cos = tl.load(cos_ptr + angle + d)
     sin = tl.load(sin_ptr + angle + d)
-    a1 = x1.to(tl.float32)
-    a2 = x2.to(tl.float32)
+    a1 = widened_once(x1)
+    a2 = widened_once(x2)
     return round_to_bf16(a1 * cos - a2 * sin), round_to_bf16(a2 * cos + a1 * sin)
 
 

@@ -22,6 +22,7 @@ POINTS = {
         (1, 1024), (8, 1024), (32, 1200), (128, 384), (256, 384), (128, 1792), (256, 1792),
         (1024, 384), (64, 4160), (128, 4160),
     ),
+    "llama-3.1-8b": ((128, 384), (256, 384), (256, 1792), (64, 4160), (128, 4160)),
     "qwen3-0.6b": ((1, 384), (8, 384), (64, 384), (256, 384), (1024, 384)),
     "smollm2-135m": ((1, 384), (8, 384), (64, 384), (256, 384), (1024, 384)),
 }  # fmt: skip
@@ -87,7 +88,7 @@ def cases() -> Iterator[Case]:
                 yield _decode(model, recipe, sequences, context)
             for prompts, tokens in PROMPTS:
                 yield _prefill(model, recipe, prompts, tokens)
-            if model != "qwen3-8b" and recipe in WHOLE:
+            if not model.endswith("8b") and recipe in WHOLE:
                 yield from _answers(model, recipe)
 
 

@@ -39,7 +39,7 @@ def _whole_name(recipe: str, tokens: int, mode: str) -> str:
 
 
 def _step_target(what: str, recipe: str, must: float, aim: float, lengths: str = "*") -> Target:
-    return Target(f"whole step, {what}", "step", f"integrated/qwen3-8b/{lengths}/{recipe}", "over_bf16-fast",
+    return Target(f"whole step, {what}", "step", f"integrated/*/{lengths}/{recipe}", "over_bf16-fast",
                   must, aim, reduce="worst")  # fmt: skip
 
 
@@ -75,12 +75,11 @@ def cases() -> Iterator[Case]:
             measure=lambda r=recipe: real_step("qwen3-0.6b", r),
             warm=lambda r=recipe: warm_step("qwen3-0.6b", r),
         )
-    for length in (2048, 8192):
-        for recipe in RECIPES:
-            yield Case(
-                f"integrated/qwen3-8b/{length}/{recipe}",
-                derive=lambda held, n=length, r=recipe: integrate.step_of(held, "qwen3-8b", n, r),
-            )
+    for row in itertools.product(("qwen3-8b", "llama-3.1-8b"), (2048, 8192), RECIPES):
+        yield Case(
+            "integrated/{}/{}/{}".format(*row),
+            derive=lambda held, a=row: integrate.step_of(held, *a),
+        )
 
 
 def _micro_cases(model: str) -> Iterator[Case]:
