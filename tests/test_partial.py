@@ -16,6 +16,7 @@ from samebit.cli import main
 from samebit.errors import RunStopped
 from samebit.log import Reporter
 from samebit.loop import Run
+from samebit.replay import replay
 from samebit.types import Group, Prompt, Sample
 from tests import runs
 
@@ -137,6 +138,27 @@ def test_a_differing_bit_in_what_is_held_stops_the_run_before_the_update(
     with pytest.raises(RunStopped, match="unfinished samples of step 1: engine and trainer differ"):
         run.train()
     run.close()
+
+
+def test_a_differing_bit_in_a_resumed_sample_is_named_and_replayed(file: Path, tmp_path: Path):
+    """Its older tokens are no fault, and are not drawn again."""
+    run = run_of(file, tmp_path / "out")
+    advance = run.engine.advance
+
+    def flipped(*args: Any, **kwargs: Any) -> list[Group]:
+        groups = advance(*args, **kwargs)
+        if run.progress.step == 4:
+            whole = next(g for g in groups if all(s.finished for s in g.samples))
+            whole.samples[0].logps.view(np.int32)[-1] ^= 1
+        return groups
+
+    run.engine.advance = flipped  # type: ignore[method-assign]
+    with pytest.raises(RunStopped, match="step 5, engine state; all operators agree") as stopped:
+        run.train()
+    run.close()
+    found = replay(stopped.value.bundle)
+    assert found.older > 0 and found.redrawn_equal == found.tokens - found.older - 1
+    assert found.repeats and found.differing == found.differing_recorded == 1
 
 
 def test_what_is_held_survives_saving_to_the_bit(file: Path, tmp_path: Path):

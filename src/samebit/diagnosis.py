@@ -14,7 +14,7 @@ from samebit.layout import PackedLayout, Segment
 from samebit.models.decoder import Decoder
 from samebit.reference.sampling import Transform
 from samebit.trace import Difference, Trace, first_difference, rollout_side, training_side
-from samebit.types import Group
+from samebit.types import Group, Sample
 
 ROLE_OF = {
     "norm_attention": "norm",
@@ -141,7 +141,7 @@ def diagnose_mismatch(
     faults = token_faults(groups, trainer_logp_C, model.version)
     assert faults, "nothing differs"
     first = min(faults, key=lambda f: (f.position, f.sample_id))
-    ids, prompt_length, sampler, packed = _sample_of(groups, first.sample_id, trainer_logp_C)
+    ids, prompt_length, sample, packed = _sample_of(groups, first.sample_id, trainer_logp_C)
     train = training_side(model, [ids], transform=transform)
     rollout = rollout_side(model, [ids], transform=transform)
     difference = first_difference(train, rollout)
@@ -149,7 +149,8 @@ def diagnose_mismatch(
     if difference is not None:
         phase, role, where = _of_difference(difference, prompt_length)
     else:
-        phase, role, where = _of_sides(sampler, packed, train, rollout, tail)
+        fresh = sample.versions == model.version
+        phase, role, where = _of_sides(sample.logps, packed, train, rollout, tail, fresh)
     compared = sum(int((s.versions == model.version).sum()) for g in groups for s in g.samples)
     return Diagnosis(
         "mismatch", step, phase, role, where, tuple(faults[:50]), len(faults), compared
@@ -158,14 +159,14 @@ def diagnose_mismatch(
 
 def _sample_of(
     groups: Sequence[Group], sample_id: int, trainer_logp_C: np.ndarray
-) -> tuple[list[int], int, np.ndarray, np.ndarray]:
+) -> tuple[list[int], int, Sample, np.ndarray]:
     start = 0
     for group in groups:
         for sample in group.samples:
             if sample.sample_id == sample_id:
                 ids = [*group.prompt.ids, *sample.ids]
                 packed = trainer_logp_C[start : start + len(sample.ids)]
-                return ids, len(group.prompt.ids), sample.logps, packed
+                return ids, len(group.prompt.ids), sample, packed
             start += len(sample.ids)
     raise AssertionError(f"no sample {sample_id}")
 
@@ -177,14 +178,23 @@ def _of_difference(difference: Difference, prompt_length: int) -> tuple[str, str
 
 
 def _of_sides(
-    sampler: np.ndarray, packed: np.ndarray, train: Trace, rollout: Trace, tail: slice
+    sampler: np.ndarray,
+    packed: np.ndarray,
+    train: Trace,
+    rollout: Trace,
+    tail: slice,
+    fresh: np.ndarray,
 ) -> tuple[str, str, str]:
-    """No operator differs when the sample is run alone: which of the two numbers is the odd one?"""
+    """No operator differs when the sample is run alone: which of the two numbers is the odd one?
+
+    fresh: the tokens of the present weight version; of others the sampler's number is another's.
+    """
     alone = train.logp_T[tail].cpu().numpy()
     assert np.array_equal(alone.view(np.int32), rollout.logp_T[tail].cpu().numpy().view(np.int32))
 
     def same(a: np.ndarray) -> bool:
-        return np.array_equal(a.astype(np.float32).view(np.int32), alone.view(np.int32))
+        found = a.astype(np.float32).view(np.int32)
+        return np.array_equal(found[fresh], alone.view(np.int32)[fresh])
 
     both = "all operators agree when the sample is run alone through a fresh cache"
     if same(packed) and not same(sampler):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ class Replay:
 
     trainer_repeats: trainer log-probs equal to the recorded ones, bit for bit. differing: trainer
     against the recorded sampler. redrawn_equal: tokens that a fresh engine draws again with the same id
-    and log-prob bits (None: not tried). lines: the diagnosis of this execution.
+    and log-prob bits (None: not tried). older: tokens drawn under older weights, which cannot be.
+    lines: the diagnosis of this execution.
     """
 
     kind: str
@@ -47,6 +48,7 @@ class Replay:
     metrics: Mapping[str, float]
     lines: tuple[str, ...]
     environment_changes: tuple[str, ...]
+    older: int = 0
 
     @property
     def repeats(self) -> bool:
@@ -61,7 +63,8 @@ class Replay:
             f"({self.differing_recorded} when recorded)",
         ]
         if self.redrawn_equal is not None:
-            out.append(f"drawn again: {self.redrawn_equal} of {self.tokens} tokens are the same")
+            fresh = self.tokens - self.older
+            out.append(f"drawn again: {self.redrawn_equal} of {fresh} tokens are the same")
         out += self.lines
         out += [f"environment: {change}" for change in self.environment_changes]
         return out
@@ -122,13 +125,24 @@ def _forward_again(trainer: Trainer, groups: tuple[Group, ...]) -> Rollout:
 
 
 def _draw_again(bundle: Bundle, engine: Any, checks: Checks) -> int:
-    """Tokens of the recorded samples that come out again; prompts are drawn one by one."""
-    equal = 0
+    """Tokens of the recorded samples that come out again, one sample at a time.
+
+    What older weights drew of a sample is where it goes on from.
+    """
+    equal, version = 0, int(bundle.about["version"])
     for group in bundle.groups:
         for sample in group.samples:
-            (again,) = engine.generate([group.prompt], 1, checks.sampling, sample.sample_id)
+            older = int((sample.versions != version).sum())
+            begun = replace(
+                sample,
+                ids=sample.ids[:older],
+                logps=sample.logps[:older],
+                versions=sample.versions[:older],
+                finish_reason="partial",
+            )
+            (again,) = engine.advance([Group(group.prompt, (begun,))], checks.sampling)
             (fresh,) = again.samples
-            for i in range(min(len(sample.ids), len(fresh.ids))):
+            for i in range(older, min(len(sample.ids), len(fresh.ids))):
                 same = sample.ids[i] == fresh.ids[i]
                 equal += int(same and sample.logps[i].tobytes() == fresh.logps[i].tobytes())
     engine.close()
@@ -161,4 +175,5 @@ def _compare(bundle: Bundle, trainer: Trainer, redrawn: int | None) -> Replay:
         metrics=rollout.metrics.compute(),
         lines=tuple(lines),
         environment_changes=tuple(changes),
+        older=sum(int((s.versions != version).sum()) for g in bundle.groups for s in g.samples),
     )

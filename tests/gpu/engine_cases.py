@@ -170,7 +170,7 @@ def cases() -> dict[str, Callable[[], dict[str, object]]]:
             MODELS["smollm2"], r, 16
         )
         out[f"long/qwen3/{recipe}"] = lambda r=recipe: long_answers(MODELS["qwen3"], r, 2048)
-    for recipe in ("fp8-kv", "bf16"):
+    for recipe in RECIPES:
         out[f"longest/llama/{recipe}"] = lambda r=recipe: long_answers(MODELS["llama"], r, 8192)
     return out | engine_wide_cases.cases()
 

@@ -1,4 +1,8 @@
-"""Whole rollouts through the engine: answers that all stop at once, never, or at random lengths."""
+"""Whole rollouts through the engine: answers that all stop at once, never, or at random lengths.
+
+`parts` draws the answers of `spread` as `rollout.partial_tokens` does: what is cut goes on beside the next
+step's prompts. Both count the tokens drawn in all of the timed steps over their seconds.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,19 @@ import torch
 from samebit.bench.decoding import HELD
 from samebit.config import RolloutConfig
 from samebit.engine.native import Engine
-from samebit.types import Prompt, Sampling
+from samebit.engine.requests import begin
+from samebit.types import Group, Prompt, Sampling
 
 SEQUENCES = 256
+"""Places, and prompts begun a step, with one sample each."""
 PROMPT_TOKENS = 100
 NEVER_TOKENS = 256
 MEAN_TOKENS = 96
-"""Mean length of the answers that stop at random."""
+"""Mean length of the answers that stop at random; their limit is 1,024."""
+PART_TOKENS = 192
 
-KINDS = ("at-once", "never", "spread")
+STEPS = {"at-once": (1, 2), "never": (1, 1), "spread": (1, 2), "parts": (4, 4)}
+"""(steps that only warm up, steps timed): parts are timed when as many go on as are cut."""
 
 
 def sampling_of(kind: str, vocabulary: int) -> Sampling:
@@ -29,28 +37,46 @@ def sampling_of(kind: str, vocabulary: int) -> Sampling:
     return Sampling(max_tokens=1024, stop_ids=tuple(range(0, vocabulary, every)))
 
 
+def prompts_of(step: int, vocabulary: int) -> list[Prompt]:
+    """The prompts of a step."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, vocabulary, (SEQUENCES, PROMPT_TOKENS), generator=generator).tolist()
+    return [Prompt(f"{step}/{i}", tuple(row), "") for i, row in enumerate(ids)]
+
+
+def drawn(groups: list[Group]) -> int:
+    """Tokens drawn so far."""
+    return sum(len(s.ids) for g in groups for s in g.samples)
+
+
 def answers_row(name: str, recipe: str, kind: str) -> dict[str, Any]:
-    """Twice as many prompts as places, one sample each; the second of two runs is timed."""
+    """Steps of one kind on a model of this shape; the cache stays, as it does between steps of a run."""
     model = HELD.model(name, recipe)
-    torch.manual_seed(0)
-    limit = model.config.tokenizer_size
-    ids = torch.randint(0, limit, (2 * SEQUENCES, PROMPT_TOKENS)).tolist()
-    prompts = [Prompt(str(i), tuple(row), "") for i, row in enumerate(ids)]
     engine = Engine(model, RolloutConfig(max_batch=SEQUENCES), None, 0)
-    sampling = sampling_of(kind, limit)
+    sampling = sampling_of(kind, model.config.tokenizer_size)
+    untimed, timed = STEPS[kind]
+    held: list[Group] = []
+    seconds = tail_s = 0.0
+    tokens = longest = 0
     try:
-        for _ in range(2):
+        for step in range(untimed + timed):
+            new = begin(prompts_of(step, model.config.tokenizer_size), 1, step * SEQUENCES)
+            before = drawn(held)
             torch.cuda.synchronize()
             begun = time.perf_counter()
-            groups = engine.generate(prompts, 1, sampling)
-            seconds = time.perf_counter() - begun
+            budget = PART_TOKENS if kind == "parts" else 0
+            groups = engine.advance([*held, *new], sampling, budget=budget)
+            passed = time.perf_counter() - begun
             engine.refresh()
-        lengths = [len(s.ids) for g in groups for s in g.samples]
+            held = [g for g in groups if not all(s.finished for s in g.samples)]
+            if step >= untimed:
+                seconds, tail_s = seconds + passed, tail_s + passed * engine.tail_share
+                tokens += drawn(groups) - before
+                longest = max(longest, *(len(s.ids) for g in groups for s in g.samples))
         return {
-            "seconds": seconds, "tokens_per_s": sum(lengths) / seconds,
-            "ms_per_longest_token": 1e3 * seconds / max(lengths),
-            "idle_share": engine.idle_share, "tail_share": engine.tail_share,
-            "mean_tokens": sum(lengths) / len(lengths), "longest": max(lengths),
+            "seconds": seconds / timed, "tokens_per_s": tokens / seconds,
+            "tail_share": tail_s / seconds, "idle_share": engine.idle_share,
+            "tokens_a_step": tokens / timed, "longest": longest, "cut": len(held),
             "graphs": engine.stats.captures,
         }  # fmt: skip
     finally:
