@@ -1,13 +1,15 @@
-"""What the README names exists."""
+"""What the README names exists, and its tables are those of the records."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "bench" / "readme.py"
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 PLACES = ("", "src/samebit", "bench/results", "bench/results/h200", "docs")
 PATHS = sorted(
@@ -29,3 +31,13 @@ def test_the_map_lists_what_there_is():
     assert folders <= named
     for name in named - {"src/", "samebit/", "docs/", "recipes/", "tests/"}:
         assert list(package.glob(name.rstrip("/"))) or (ROOT / name).exists(), name
+
+
+def test_tables_say_what_the_records_say():
+    """After new records: python bench/readme.py."""
+    spec = importlib.util.spec_from_file_location("readme", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.rendered(TEXT) == TEXT
+    assert module.rendered(TEXT.replace("| 16 | ", "| 17 | ")) == TEXT

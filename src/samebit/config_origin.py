@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 from samebit.config import Config
@@ -74,12 +74,12 @@ def _has_value(text: str, key: str, config: Config) -> bool:
 
 
 def _value(config: Config, key: str) -> Any:
+    """What a dotted key holds, None where nothing does; a table's name for a table of that name."""
     value: Any = config
     for part in key.split("."):
-        if isinstance(value, Mapping):
-            value = value.get(part)
-        else:
-            options = getattr(value, "options", {})
-            value = options[part] if part in options else getattr(value, part, None)
+        if is_dataclass(value):
+            table = vars(value)
+            value = table | table.get("options", {})
+        value = value.get(part) if isinstance(value, Mapping) else None
     # `--rl.correction NAME` is short for a table of that name.
     return value.get("name") if isinstance(value, Mapping) else value

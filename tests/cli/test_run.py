@@ -70,6 +70,19 @@ def test_the_run_is_exact_and_reported(made: tuple[str, str]):
     assert list((folder / "tb").glob("events.*"))
 
 
+def test_every_metric_of_a_run_is_described(made: tuple[str, str]):
+    """A key's section and its last name (or the name before its role) stand in docs/metrics.md."""
+    text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    keys = {key for r in read_json_lines(Path(made[1]) / "metrics.jsonl") for key in r}
+    assert len(keys) > 50
+    for key in keys - {"step"}:
+        section, name = key.split("/")[:2]
+        assert f"`{section}/" in text, key
+        assert any(f"{start}{name}`" in text for start in (f"{section}/", "`", "`/")) or (
+            f"{section}/{name}/<role>`" in text
+        ), key
+
+
 def test_a_folder_in_use_is_refused_and_resuming_a_finished_run_ends(
     made: tuple[str, str], capsys: Any
 ):

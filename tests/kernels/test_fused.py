@@ -178,6 +178,25 @@ def test_one_reading_of_dy_gives_both_gradients(rows):
         assert float((a - b).norm() / b.norm()) < 0.01
 
 
+@pytest.mark.parametrize("width", [192, 256])
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-jet"])
+def test_the_backward_through_silu_and_linear_is_the_chain(width, recipe):
+    backward = load_recipe(recipe).backward
+    weight = allocate_weight((width, width), 192, FP8_BLOCK, torch.device(DEVICE))
+    ops.refresh_weight(weight, torch.randn(2 * width, 192, device=DEVICE) * 0.02)
+    saved = ops.quantize_activation(normal(150, 192, seed=1), FP8_TOKEN_GROUP)
+    gate, up = normal(150, 2 * width, seed=2).chunk(2, dim=1)
+    groups = torch.tensor([[0, 128], [128, 22]], dtype=torch.int32, device=DEVICE)
+    dy = normal(150, width, seed=3)
+    both = ops.silu_mul_backward(dy, gate, up)
+    expected = ops.linear_backward(both, saved, weight, groups, backward)
+    both = ops.silu_mul_gradient(dy, gate, up, groups, backward)
+    got = ops.linear_backward(both, saved, weight, groups, backward)
+    assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
+    plain = ops.silu_mul_gradient(dy, gate, up, groups, load_recipe("bf16").backward)
+    assert same_bits(plain, ops.silu_mul_backward(dy, gate, up))
+
+
 def test_silu_backward_fills_one_buffer():
     gate, up = normal(9, 2 * 320).chunk(2, dim=1)
     dy = normal(9, 320, seed=4)

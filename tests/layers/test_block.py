@@ -90,6 +90,31 @@ def test_each_mode_keeps_less(recipe):
     assert block < mlp
 
 
+def test_gate_and_up_are_given_back_before_the_block_has_run_backward(monkeypatch):
+    model = model_of(PLAIN, "fp8")
+    seen, ops = [], model.ops
+    inner = ops.silu_mul_gradient
+
+    def silu_mul_gradient(dproduct, gate, up, *rest):
+        seen.append((gate, up))
+        return inner(dproduct, gate, up, *rest)
+
+    def linear_backward(*arguments, inner=ops.linear_backward):
+        sizes.append([x.untyped_storage().nbytes() for pair in seen for x in pair])
+        return inner(*arguments)
+
+    sizes: list[list[int]] = []
+    monkeypatch.setattr(ops, "silu_mul_gradient", silu_mul_gradient)
+    monkeypatch.setattr(ops, "linear_backward", linear_backward)
+    hidden = model(ids(), LAYOUT, "train")
+    hidden.float().square().sum().backward(retain_graph=True)
+    # down, gate and up, out, qkv of the last block, then of the first
+    assert [len(s) for s in sizes] == [0, 2, 2, 2, 2, 4, 4, 4]
+    assert not any(size for s in sizes for size in s)
+    with pytest.raises(AssertionError, match="runs once"):
+        hidden.float().square().sum().backward()
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8-kv", "int8"])
 def test_a_tap_sees_every_operator_and_changes_nothing(recipe):
     model = model_of(TINY, recipe)

@@ -207,6 +207,18 @@ def test_matrices_left_unquantised_are_listed(tmp_path):
     assert settings["modules_to_not_convert"] == ["lm_head", "model.layers.0.mlp.gate_proj"]
 
 
+@pytest.mark.parametrize(("kv_heads", "warned"), [(2, "k_proj"), (4, "")])
+def test_partial_blocks_are_pointed_out_where_an_engine_would_fuse_them(
+    tmp_path, caplog, kv_heads, warned
+):
+    """160 rows of down are no matter, 64 of k are: vLLM puts q, k and v into one matrix."""
+    sizes = {"hidden": 160, "intermediate": 384, "heads": 4, "head_dim": 32, "kv_heads": kv_heads}
+    source = tiny_folder(tmp_path / "source", "llama", layers=1, **sizes)
+    plain, quantised = split(masters_of(source))
+    export_fp8(tmp_path / "out", source, plain, quantised, "fp8")
+    assert [warned in r.getMessage() for r in caplog.records] == [True] * bool(warned)
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

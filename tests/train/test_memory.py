@@ -131,9 +131,12 @@ def test_auto_makes_as_little_again_as_fits():
     totals = {level: planned(None, recompute=level).total for level in LEVELS}
     assert config.train.recompute == "auto"
     assert planned(None).recompute == planned(totals["none"]).recompute == ("none",) * 10
-    for level in LEVELS[1:]:
+    for level in ("codes", "block"):
         assert planned(totals[level]).recompute == (level,) * 10
-    step = (totals["codes"] - totals["mlp"]) // 10
+    # the last block keeps gate and up instead of making them again at the fullest moment
+    assert planned(totals["mlp"]).recompute == ("mlp",) * 9 + ("codes",)
+    codes, mlp = (activation_bytes(model, plan, level) for level in ("codes", "mlp"))
+    step = 512 * (codes - mlp)
     mixed = planned(totals["codes"] - 3 * step)
     assert mixed.recompute == ("mlp",) * 3 + ("codes",) * 7
     assert mixed.total == totals["codes"] - 3 * step

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from samebit.formats import BLOCK, get_format
+from samebit.kernels._ops_elementwise import silu_mul_backward
 from samebit.kernels.dequantize import dequantize
 from samebit.kernels.gemm_bf16 import bf16_gemm
 from samebit.kernels.gemm_fp8_block import fp8_block_gemm
@@ -13,7 +14,11 @@ from samebit.kernels.gemm_fp8_row import fp8_row_gemm
 from samebit.kernels.gemm_fp8_wgrad import fp8_block_wgrad
 from samebit.kernels.gemm_int8 import int8_gemm
 from samebit.kernels.quantize_activation import quantize_activation as quantize_groups
-from samebit.kernels.quantize_gradient import quantize_gradient
+from samebit.kernels.quantize_gradient import (
+    GradientCodes,
+    quantize_gradient,
+    quantize_silu_mul_gradient,
+)
 from samebit.kernels.quantize_row import quantize_rows
 from samebit.kernels.quantize_saved import requantize_tokens, rescale_tokens
 from samebit.kernels.quantize_weight import quantize_weight, transpose_codes
@@ -241,8 +246,24 @@ def _weight_grad(
     )
 
 
+def silu_mul_gradient(
+    dy_TF: torch.Tensor,
+    gate_TF: torch.Tensor,
+    up_TF: torch.Tensor,
+    token_groups: torch.Tensor,
+    backward: Backward,
+) -> torch.Tensor | GradientCodes:
+    """`silu_mul_backward` for the `linear_backward` of the linear that made gate and up.
+
+    Where that quantises its gradient in groups, it is made in codes and never written in BF16.
+    """
+    if backward.input_grad.lhs.block is None or backward.weight_grad.lhs.block is None:
+        return silu_mul_backward(dy_TF, gate_TF, up_TF)
+    return quantize_silu_mul_gradient(dy_TF.contiguous(), gate_TF, up_TF, token_groups)
+
+
 def linear_backward(
-    dy_TN: torch.Tensor,
+    dy_TN: torch.Tensor | GradientCodes,
     saved: Operand,
     weight: QuantizedWeight,
     token_groups: torch.Tensor,
@@ -251,15 +272,18 @@ def linear_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(dX BF16 [T, K], dW FP32 [N, K]) of a linear; dW is added to `into` when given.
 
-    FP8: dY is read once and quantised in both layouts.
+    FP8: dY is read once and quantised in both layouts, unless it comes so.
     """
-    if backward.input_grad.lhs.block is None or backward.weight_grad.lhs.block is None:
+    if not isinstance(dy_TN, GradientCodes) and (
+        backward.input_grad.lhs.block is None or backward.weight_grad.lhs.block is None
+    ):
         dx = input_grad(dy_TN, weight, backward)
         return dx, weight_grad(dy_TN, saved, token_groups, backward, into)
     _check_input_grad(weight, backward)
     _check_weight_grad(saved, backward)
-    dy_TN = _stored_columns(dy_TN, weight)
-    codes, scale, dy_NT, dy_scale_GN = quantize_gradient(dy_TN, token_groups)
+    if not isinstance(dy_TN, GradientCodes):
+        dy_TN = quantize_gradient(_stored_columns(dy_TN, weight), token_groups)
+    codes, scale, dy_NT, dy_scale_GN = dy_TN
     dx = _input_grad(codes, scale, weight)
     if weight.last_part_padded:
         dy_NT = dy_NT[: weight.out_features]

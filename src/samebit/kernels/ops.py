@@ -42,6 +42,7 @@ from samebit.kernels._ops_linear import (
     quantize_activation,
     quantize_heads,
     refresh_weight,
+    silu_mul_gradient,
     weight_grad,
 )
 from samebit.kernels.library_ops import library_log_prob, library_log_prob_backward
@@ -90,6 +91,7 @@ __all__ = [
     "sample",
     "silu_mul",
     "silu_mul_backward",
+    "silu_mul_gradient",
     "silu_mul_quantize",
     "weight_grad",
 ]

@@ -11,6 +11,7 @@ packed into a word in registers, and the transpose moves words.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -41,6 +42,19 @@ from samebit.kernels.quantize_common import (
 
 QUADS = BLOCK // 4
 """A tile's quads of tokens."""
+
+
+class GradientCodes(NamedTuple):
+    """A gradient dY [T, N] in both layouts.
+
+    codes e4m3 [T, ceil128(N)] and scale FP32 [T, ceil(N/128)] (group-major storage), along N;
+    transposed e4m3 [ceil128(N), 128*groups] and transposed_scale FP32 [groups, N], along tokens.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    transposed: torch.Tensor
+    transposed_scale: torch.Tensor
 
 
 def token_group_table(segment_lengths: Sequence[int], device: torch.device | str) -> torch.Tensor:
@@ -154,13 +168,11 @@ def _quantize_gradient_kernel(
 
 def quantize_gradient(
     dy_TN: torch.Tensor, token_groups: torch.Tensor, *, plain: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> GradientCodes:
     """Both operands of the backward GEMMs from one read of BF16 dy [T, N].
 
-    `token_groups`: int32 [groups, 2] on the device, covering every row once. Returns
-    - codes e4m3 [T, ceil128(N)] and scales FP32 [T, ceil(N/128)] (group-major storage), along N;
-    - transposed codes e4m3 [ceil128(N), 128*groups] and scales FP32 [groups, N], along tokens.
-    plain: the Triton kernel, which Triton's interpreter can run; the same bytes.
+    `token_groups`: int32 [groups, 2] on the device, covering every row once. plain: the Triton
+    kernel, which Triton's interpreter can run; the same bytes.
     """
     T, N = dy_TN.shape
     assert dy_TN.stride(1) == 1 and token_groups.dtype == torch.int32
@@ -185,12 +197,12 @@ def quantize_gradient(
                 transposed_scale, *strides, N, QUADS=QUADS, BLOCK=BLOCK, num_warps=WARPS,
                 **NUMERIC_OPTIONS,
             )  # fmt: skip
-    return codes, scale, transposed, transposed_scale
+    return GradientCodes(codes, scale, transposed, transposed_scale)
 
 
 def quantize_silu_mul_gradient(
     dy_TF: torch.Tensor, gate_TF: torch.Tensor, up_TF: torch.Tensor, token_groups: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> GradientCodes:
     """`quantize_gradient` of the gradient of (gate, up) of SiLU(gate) * up, from dy BF16 [T, F].
 
     Two parts of ceil128(F) columns, each padded with zero codes, as the fused weight stores them:
@@ -217,4 +229,4 @@ def quantize_silu_mul_gradient(
             scale.stride(1), transposed.stride(0), transposed_scale.stride(0), F,
             STRIP=STRIP, BLOCK=BLOCK, num_warps=WARPS, maxnreg=SILU_REGISTERS, **NUMERIC_OPTIONS,
         )  # fmt: skip
-    return codes, scale, transposed, transposed_scale
+    return GradientCodes(codes, scale, transposed, transposed_scale)

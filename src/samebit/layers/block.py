@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch.autograd import Function
 
-from samebit.layers.gradient import deliver, keep, kept, target
+from samebit.layers.gradient import deliver, give_back, keep, kept, target
 from samebit.layers.kv import AnyStore
 from samebit.layers.linear import LinearUse
 from samebit.layout import Layout, PackedLayout
@@ -141,9 +141,9 @@ def _kept_operand(call: ForwardCall, operand: Operand) -> Operand | None:
 
 
 def _linear_backward(
-    call: ForwardCall, dy: torch.Tensor, operand: Operand, use: LinearUse
+    call: ForwardCall, dy: Any, operand: Operand, use: LinearUse
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(dX, what autograd is given for the master)."""
+    """(dX, what autograd is given for the master); dy in BF16 or as `silu_mul_gradient` made it."""
     layout, ops, into = call.layout, call.ops, target(call.ops, use.master)
     assert isinstance(layout, PackedLayout)
     dx, dw = ops.linear_backward(dy, operand, use.weight, layout.token_groups, use.backward, into)
@@ -328,9 +328,12 @@ class _MlpHalf(Function):
             product = ops.silu_mul_quantize(gate, up, half.down.spec.lhs)
         dproduct, ddown = _linear_backward(call, dy, product, half.down)
         del product
-        dboth = ops.silu_mul_backward(dproduct, gate, up)
-        del dproduct, gate, up
-        dnormed, dgate_up = _linear_backward(call, dboth, operand, half.gate_up)
+        use, layout = half.gate_up, call.layout
+        assert isinstance(layout, PackedLayout)
+        dboth = ops.silu_mul_gradient(dproduct, gate, up, layout.token_groups, use.backward)
+        give_back(ctx, gate, up)
+        del dproduct
+        dnormed, dgate_up = _linear_backward(call, dboth, operand, use)
         del dboth
         dx, dgain = _norm_backward(call, dnormed, total, half.norm, aux, dtotal)
         return dx, dx, dgain, dgate_up, ddown, None

@@ -66,6 +66,7 @@ def keep(ctx: Any, *values: Any) -> None:
 
 def kept(ctx: Any) -> list[Any]:
     """The values given to `keep`, in order."""
+    assert not getattr(ctx, "given_back", False), "a block's backward runs once (see give_back)"
     tensors, at, values = ctx.saved_tensors, 0, []
     for form in ctx.forms:
         parts = tensors[at : at + form.count]
@@ -77,3 +78,14 @@ def kept(ctx: Any) -> list[Any]:
         else:
             values.append(parts[0])
     return values
+
+
+def give_back(ctx: Any, *tensors: torch.Tensor) -> None:
+    """Free the memory of kept tensors that the rest of this backward does not read.
+
+    Autograd holds what a forward saved until the whole node has run, beside the gradients that are made
+    of it. A second backward through the node is refused by `kept`.
+    """
+    ctx.given_back = True
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +32,8 @@ from samebit.models.weights import (
 log = logging.getLogger(__name__)
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_FUSED = re.compile(r"\.(q|k|v|gate|up)_proj\.weight$")
+"""Matrices that other engines run as one."""
 _MASTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -94,10 +97,10 @@ def export_fp8(
         },
         "samebit_recipe": recipe,
     }
-    partial = sorted(name for name in quantised if shapes[name][0] % BLOCK)
+    partial = sorted(n for n in quantised if shapes[n][0] % BLOCK and _FUSED.search(n))
     if partial:
         log.warning(
-            "%s has %d rows, no multiple of %d: vLLM refuses such matrices in a fused layer",
+            "%s has %d rows, no multiple of %d: vLLM refuses such q, k, v, gate and up",
             partial[0],
             shapes[partial[0]][0],
             BLOCK,

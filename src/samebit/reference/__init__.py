@@ -18,6 +18,7 @@ from samebit.reference.fused import (
     qk_norm_rope_backward,
     qk_norm_rope_store,
     rms_norm_quantize,
+    silu_mul_gradient,
     silu_mul_quantize,
 )
 from samebit.reference.gemm import gemm, input_grad, weight_grad
@@ -78,6 +79,7 @@ __all__ = [
     "sample",
     "silu_mul",
     "silu_mul_backward",
+    "silu_mul_gradient",
     "silu_mul_quantize",
     "weight_grad",
 ]

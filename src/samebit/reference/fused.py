@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from samebit.operand import Heads, Operand, QuantizedWeight, Rotation
-from samebit.reference.activation import silu_mul
+from samebit.reference.activation import silu_mul, silu_mul_backward
 from samebit.reference.gemm import gemm, input_grad, weight_grad
 from samebit.reference.norm import residual_add, rms_norm, rms_norm_backward
 from samebit.reference.quantize import quantize_activation, quantize_heads
@@ -118,6 +118,17 @@ def _norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _, kept = rms_norm(x, gain, eps)
     return rms_norm_backward(dy, x, gain, kept, None, into)
+
+
+def silu_mul_gradient(
+    dy_TF: torch.Tensor,
+    gate_TF: torch.Tensor,
+    up_TF: torch.Tensor,
+    token_groups: torch.Tensor,
+    backward: Backward,
+) -> torch.Tensor:
+    """`silu_mul_backward` as `linear_backward` of the linear that made gate and up takes it."""
+    return silu_mul_backward(dy_TF, gate_TF, up_TF)
 
 
 def linear_backward(

@@ -90,7 +90,7 @@ def _mixed_warnings(correction: Correction, updates: int) -> list[str]:
             "corrects for it: reported runs lose accuracy or collapse; use correction = 'tis' or "
             "'acr', or a unified recipe"
         )
-    if getattr(correction.config, "denominator", None) == "rollout":
+    if "proximal" not in correction.needs and not correction.moves_bounds:
         warnings.append(
             "the sampler's log-probs are the denominator of the clipped ratio (QuRL eq. 3): "
             "quantisation noise alone then clips tokens"

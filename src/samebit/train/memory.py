@@ -174,9 +174,13 @@ def activation_bytes(model: ModelConfig, plan: Plan, recompute: str) -> int:
     return kept + sum(_operand_bytes(width, gemm.lhs) for width, gemm in inputs)
 
 
-def _passing_bytes(model: ModelConfig) -> int:
-    """An allowance, bytes a token, for one block's temporaries: gate, up, their gradients, their codes."""
-    return 2 * 2 * 2 * model.intermediate + 4 * model.intermediate + 8 * model.hidden
+def _passing_bytes(model: ModelConfig, kept: Recompute) -> int:
+    """An allowance, bytes a token, for one block's temporaries: the product, its gradient, gate's and up's.
+
+    Gate and up themselves where they are made again; kept ones are given back as the gradients grow.
+    """
+    again = 0 if kept in ("none", "codes") else 2 * 2 * model.intermediate
+    return 7 * model.intermediate + again + 8 * model.hidden
 
 
 def parameter_count(model: ModelConfig, plan: Plan) -> int:
@@ -252,15 +256,19 @@ def _kept(
     tokens: int,
     largest_group: int,
     room: int | None,
+    passing: int,
 ) -> tuple[Part, tuple[Recompute, ...]]:
-    """What stays between forward and backward, and what each block makes again."""
+    """What stays between forward and backward, and what each block makes again.
+
+    room: bytes for it and for `passing` a token.
+    """
     each: dict[Recompute, int] = {
         level: activation_bytes(model, plan, level) * tokens for level in LEVELS
     }
     if train.recompute != "auto":
         chosen: tuple[Recompute, ...] = (train.recompute,) * model.layers
     else:
-        limited = sum(each.values()) * model.layers if room is None else room
+        limited = sum(each.values()) * model.layers if room is None else room - passing * tokens
         chosen = _recompute_for(each, model.layers, limited)
     size = sum(each[level] for level in chosen)
     lever, saves = "", 0
@@ -270,7 +278,7 @@ def _kept(
     half = train.micro_batch_tokens // 2
     if tokens == train.micro_batch_tokens > largest_group and size // 2 > saves:
         lever = f"train.micro_batch_tokens = {half}"
-        saves = (size + _passing_bytes(model) * tokens) // 2
+        saves = (size + passing * tokens) // 2
     return Part(f"kept for backward, {tokens:,} tokens", size, lever, saves), chosen
 
 
@@ -288,7 +296,6 @@ def plan_memory(
     train, count = config.train, parameter_count(model, plan)
     largest_group = config.rl.group_size * config.rollout.max_tokens
     tokens = max(train.micro_batch_tokens, largest_group)
-    passing = _passing_bytes(model)
     logits = 2 * model.vocab_size if plan.recipe.train.head.library else 0
     head = logits + 2 * min(_HEAD_CHUNK, model.vocab_size) + 6 * model.hidden
     probe = min(CODES_LIMIT, _weights(model, plan)) + 4 * (count // max(1, model.layers))
@@ -299,19 +306,31 @@ def plan_memory(
         *_moments(count, train.optimizer_states),
     )
     around = (
-        Part("temporaries of a block", passing * tokens),
         Part("head, logits or a chunk of them", head * tokens),
         Part("update metrics", probe),
         *_frozen(model, plan, needs),
     )
     taken = sum(p.size for p in (*standing, *around) if not p.host)
+    least: Recompute = "none" if train.recompute == "auto" else train.recompute
+    passing = _passing_bytes(model, least)
     room = None if available is None else available - taken
-    kept, chosen = _kept(model, plan, train, tokens, largest_group, room)
+    kept, chosen = _kept(model, plan, train, tokens, largest_group, room, passing)
+    # the last block's: when it runs backward everything else is still kept
+    if _passing_bytes(model, chosen[-1]) > passing:
+        passing = _passing_bytes(model, chosen[-1])
+        kept, chosen = _kept(model, plan, train, tokens, largest_group, room, passing)
     precision = plan.recipe.rollout.attention.kv
     row = 2 * model.layers * model.kv_heads * row_bytes(model.head_dim, precision)
     cache = config.rollout.cache_tokens * row
+    temporaries = Part("temporaries of a block", passing * tokens)
     return MemoryPlan(
-        (*standing, kept, *around, Part("KV cache", cache, "rollout.cache_tokens", cache)),
+        (
+            *standing,
+            kept,
+            temporaries,
+            *around,
+            Part("KV cache", cache, "rollout.cache_tokens", cache),
+        ),
         chosen,
         tokens,
         kept.size // tokens + passing + head,

@@ -1,0 +1,223 @@
+"""Write the README's tables of measurements on a GPU from the records they are about.
+
+    python bench/readme.py            rewrites README.md between its `<!-- records: NAME -->` markers
+
+A line whose records are missing is left out. `tests/test_readme.py` fails where the README says something else
+than the records.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+H200 = ROOT / "bench" / "results" / "h200"
+STUDIES = ROOT / "docs" / "results"
+
+Rows = Mapping[str, Mapping[str, Any]]
+
+MODELS = {"qwen3-8b": "Qwen3-8B", "llama-3.1-8b": "Llama-3.1-8B", "qwen3-0.6b": "Qwen3-0.6B"}
+LENGTHS = (2048, 8192)
+
+
+def rows(name: str) -> Rows:
+    """Records of a suite by row."""
+    found = json.loads((H200 / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    return {row["row"]: row for row in found}
+
+
+def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    body = [head, ["---"] * len(head), *map(list, lines)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in body)
+
+
+def mean(values: Iterable[float]) -> float:
+    """Geometric mean."""
+    logs = [math.log(v) for v in values]
+    return math.exp(sum(logs) / len(logs))
+
+
+def together(values: Iterable[str]) -> str:
+    """`a, b and c`."""
+    *first, last = values
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def gemm() -> str:
+    """Ratios to cuBLAS BF16 by rows of the activations: the mean over the four linears, the lowest."""
+    records = rows("kernels_gemm")
+    operators = {
+        "fp8_block": "FP8 block",
+        "fp8_row": "FP8 row",
+        "int8": "INT8",
+        "bf16": "BF16, same bits",
+    }
+    lines = []
+    for tokens in (16, 128, 512, 8192, 32768):
+        line = [f"{tokens:,}"]
+        for operator in operators:
+            names = [f"{operator}/8B.{shape}/{tokens}" for shape in ("qkv", "o", "gate_up", "down")]
+            ratios = [records[n]["ratio"] for n in names if n in records]
+            line.append(f"{mean(ratios):.2f} ({min(ratios):.2f})" if len(ratios) == 4 else "")
+        lines.append(line)
+    return table(["tokens", *operators.values()], lines)
+
+
+def phases(records: Rows) -> Iterable[list[str]]:
+    for model, shown in MODELS.items():
+        for length in LENGTHS:
+            r = records.get(f"micro/{model}/{length}/once")
+            if r is None:
+                continue
+            recipes = ("fp8", "fp8-kv", "bf16")
+            over = [f"`{recipe}` {r[f'{recipe}_over_bf16-fast']:.2f}x" for recipe in recipes]
+            what = f"training phase, 256 answers of {length:,} tokens, {shown}, over `bf16-fast`"
+            torch = f"`bf16-fast` {r['bf16-fast_over_torch']:.2f}x of plain torch"
+            yield [what, f"{', '.join(over)}; {torch}", "`step.json`"]
+
+
+def decodes(records: Rows) -> Iterable[list[str]]:
+    for size in ("128x384", "256x384", "256x1792", "32x1200"):
+        times = {
+            recipe: records[f"decode/qwen3-8b/{recipe}/{size}"]["ms"]
+            for recipe in ("fp8-kv", "fp8", "bf16", "bf16-fast")
+            if f"decode/qwen3-8b/{recipe}/{size}" in records
+        }
+        if len(times) < 2:
+            continue
+        sequences, context = size.split("x")
+        what = f"decode step, {sequences} sequences x {int(context):,} tokens, Qwen3-8B, ms"
+        yield [what, ", ".join(f"`{r}` {ms:.2f}" for r, ms in times.items()), "`rollout.json`"]
+
+
+def steps(records: Rows) -> Iterable[list[str]]:
+    recipes = ("fp8-kv", "fp8", "bf16", "bf16-fast")
+    for model, shown in MODELS.items():
+        for length in LENGTHS:
+            parts = [records.get(f"integrated/{model}/{length}/{r}", {}) for r in recipes]
+            over = [p.get("over_bf16-fast") for p in parts]
+            ratios = [f"`{r}` {x:.2f}x" for r, x in zip(recipes, over, strict=True) if x]
+            what = f"of 256 answers of {length:,} tokens, {shown}"
+            if ratios:
+                yield [
+                    f"whole step {what}, made of the above, over `bf16-fast`",
+                    ", ".join(ratios),
+                    "`step.json`",
+                ]
+            run = [records.get(f"step/{model}/256x{length}/{r}", {}).get("step_s") for r in recipes]
+            seconds = [f"`{r}` {s:.1f}" for r, s in zip(recipes, run, strict=True) if s]
+            if seconds:
+                yield [f"whole step {what}, as run, s", ", ".join(seconds), "`step.json`"]
+
+
+def models() -> str:
+    """Whole models and what they are made of."""
+    gradient = [r["ratio"] for n, r in rows("kernels_backward").items() if n.startswith("fp8/8B.")]
+    lines = [
+        [
+            "input and weight gradient of a linear, quantising included, 8,192 tokens, over cuBLAS BF16",
+            f"{mean(gradient):.2f}x (lowest {min(gradient):.2f}x)",
+            "`kernels_backward.json`",
+        ]
+    ]
+    step, rollout = rows("step"), rows("rollout")
+    lines += [*phases(step), *decodes(rollout), *steps(step)]
+    small, large = (step.get(f"whole/qwen3-8b/2048/8192/{r}/once") for r in ("fp8", "bf16-fast"))
+    if small and large:
+        share = small["peak_gib"] / large["peak_gib"]
+        peaks = f"{small['peak_gib']:.1f} and {large['peak_gib']:.1f} GiB ({share:.2f}x)"
+        lines.append(["peak memory of all 36 layers, `fp8` and `bf16-fast`", peaks, "`step.json`"])
+    refresh = rollout["refresh/qwen3-8b/fp8-kv"]["ms"]
+    lines.append(["requantise all weights of 8B in place", f"{refresh:.1f} ms", "`rollout.json`"])
+    return table(["what", "result", "file under `h200/`"], lines)
+
+
+def runs(name: str) -> dict[str, list[dict[str, Any]]]:
+    return json.loads((STUDIES / f"{name}.json").read_text(encoding="utf-8"))["runs"]
+
+
+def rewards(run: list[dict[str, Any]]) -> tuple[float, float, int]:
+    """Held-out reward before any update, the last one, and its step."""
+    held = [(r["step"], r["reward/eval_mean"]) for r in run if "reward/eval_mean" in r]
+    return held[0][1], held[-1][1], held[-1][0]
+
+
+def tokens(found: Iterable[list[dict[str, Any]]], key: str) -> int:
+    return int(sum(r.get(f"mismatch/{key}", 0) for run in found for r in run))
+
+
+def learning(name: str, what: str, mixed: bool) -> list[str]:
+    found = {n: run for n, run in runs(name).items() if n.endswith("-rollout") == mixed}
+    ends: dict[str, list[str]] = {}
+    for run_name, run in found.items():
+        ends.setdefault(run_name.split(",")[0], []).append(f"{rewards(run)[1]:.2f}")
+    reached = together(f"{', '.join(e)} (`{recipe}`)" for recipe, e in ends.items())
+    start = max(rewards(run)[0] for run in found.values())
+    step = {rewards(run)[2] for run in found.values()}
+    lengths = sorted({run[-1]["step"] for run in found.values()})
+    shown = f"{lengths[0]}" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
+    story = (
+        f"{what}, {shown} steps; held-out reward from at most {start:.2f} to {reached} "
+        f"at step {max(step)}"
+    )
+    total, differing = (tokens(found.values(), key) for key in ("tokens", "tokens_differing"))
+    number = f"{differing:,}" if differing else "**0**"
+    return [story, f"{total:,}", number, f"`docs/results/{name}.md`"]
+
+
+def zeros() -> str:
+    """What must be the same bits, and how much of it was compared."""
+    parity = json.loads((H200 / "parity.json").read_text(encoding="utf-8"))
+    cases = json.loads((H200 / "engine_cases.json").read_text(encoding="utf-8"))
+    backend = json.loads((H200 / "backend.json").read_text(encoding="utf-8"))
+    failed = [name for name, case in cases.items() if not case["ok"]]
+    parts = [f"{len(cases) - len(failed)} of {len(cases)}"]
+    parts.append(f"{backend['cases_ok']} of {backend['cases_total']} cases")
+    engine = together(parts)
+    lines = [
+        [
+            "rows of every GEMM, attention, head and sampler over all row counts, tiles and widths "
+            "of the kernel tests",
+            f"{parity['elements_compared']:,} elements",
+            f"**{parity['elements_differing']}**",
+            "`h200/parity.json`",
+        ],
+        [
+            "tokens of rollouts by CUDA graphs (every bucket, chunked prefill, preemption, "
+            "8,192-token answers) against the training forward, before and after an optimiser step",
+            engine + (f"; not: {', '.join(failed)}" if failed else ""),
+            "**0**",
+            "`h200/engine_cases.json`, `h200/backend.json`",
+        ],
+        learning("addition", "tokens of SmolLM2-135M learning additions", False),
+        learning("counting", "the same with answers of 384 tokens, counting on", False),
+        learning(
+            "addition",
+            "additions under `fp8-rollout`, the mix this project exists to replace",
+            True,
+        ),
+    ]
+    return table(["compared", "how much", "differing", "file"], lines)
+
+
+SECTIONS: dict[str, Callable[[], str]] = {"gemm": gemm, "models": models, "zeros": zeros}
+
+
+def rendered(text: str) -> str:
+    """README text with every marked table made anew."""
+    for name, make in SECTIONS.items():
+        pattern = rf"(<!-- records: {name} -->\n).*?(\n<!-- end -->)"
+        text, count = re.subn(pattern, lambda m, make=make: m[1] + make() + m[2], text, flags=re.S)
+        assert count == 1, f"README.md has {count} places for the table {name!r}"
+    return text
+
+
+if __name__ == "__main__":
+    README.write_text(rendered(README.read_text(encoding="utf-8")), encoding="utf-8")
