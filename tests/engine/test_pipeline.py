@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from samebit.config import RolloutConfig
-from samebit.engine import decode, pipeline
+from samebit.engine import decode, native, pipeline
 from samebit.engine.native import Engine as Native
 from samebit.engine.scheduler import Slot
 from samebit.layers.kv import PageStore, page_bytes
@@ -194,3 +194,34 @@ def test_page_store(precision):
             assert float(found[2].abs().sum()) == 0.0
     for held in store.read(1, slots):
         assert all(map(torch.equal, parts(held), parts(new)))
+
+
+def test_new_prompts_wait_for_free_places_and_no_bit_changes(model, monkeypatch):
+    """Prompts are forwards of their own: fewer of them, at the price of a few idle places."""
+    request = (prompts(tuple(range(33, 65))), 1, Sampling(max_tokens=20, stop_ids=(7, 30, 99, 140)))
+    forwards: list[int] = []
+    real = pipeline.forward
+
+    def counted(*args):
+        forwards.append(args[1].num_rows)
+        return real(*args)
+
+    monkeypatch.setattr(pipeline, "forward", counted)
+    found = {}
+    for part in (8, 1 << 30):
+        monkeypatch.setattr(native, "ADMIT_PART", part)
+        forwards.clear()
+        engine = Ahead(model, RolloutConfig(max_batch=16), None, 5)
+        groups = drawn(engine.generate(*request))
+        found[part] = (groups, len(forwards), engine.stats.decode_rows)
+    waiting, at_once = found.values()
+    assert waiting[0] == at_once[0]
+    assert waiting[1] < at_once[1], (waiting[1:], at_once[1:])
+
+
+def test_a_place_is_not_waited_for_longer_than_there_are_samples(model):
+    """One more sample than places: it starts when one place is free, not when an eighth is."""
+    engine = Ahead(model, RolloutConfig(max_batch=16), None, 5)
+    groups = engine.generate(prompts(tuple(range(33, 50))), 1, Sampling(max_tokens=6))
+    assert all(len(s.ids) == 6 for g in groups for s in g.samples)
+    assert engine.stats.forwards <= 2 + 2 * 6, "the last one beside none, after the first sixteen"

@@ -25,8 +25,9 @@ MEAN_TOKENS = 96
 """Mean length of the answers that stop at random; their limit is 1,024."""
 PART_TOKENS = 192
 
-STEPS = {"at-once": (1, 2), "never": (1, 1), "spread": (1, 2), "parts": (4, 4)}
-"""(steps that only warm up, steps timed): parts are timed when as many go on as are cut."""
+STEPS = {"at-once": (1, 2), "never": (1, 1), "spread": (1, 2), "parts": (4, 4), "queue": (1, 1)}
+"""(steps that only warm up, steps timed): parts are timed when as many go on as are cut; a queue is the
+answers of `spread` of four times as many prompts as places."""
 
 
 def sampling_of(kind: str, vocabulary: int) -> Sampling:
@@ -37,10 +38,10 @@ def sampling_of(kind: str, vocabulary: int) -> Sampling:
     return Sampling(max_tokens=1024, stop_ids=tuple(range(0, vocabulary, every)))
 
 
-def prompts_of(step: int, vocabulary: int) -> list[Prompt]:
+def prompts_of(step: int, number: int, vocabulary: int) -> list[Prompt]:
     """The prompts of a step."""
     generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(0, vocabulary, (SEQUENCES, PROMPT_TOKENS), generator=generator).tolist()
+    ids = torch.randint(0, vocabulary, (number, PROMPT_TOKENS), generator=generator).tolist()
     return [Prompt(f"{step}/{i}", tuple(row), "") for i, row in enumerate(ids)]
 
 
@@ -55,12 +56,13 @@ def answers_row(name: str, recipe: str, kind: str) -> dict[str, Any]:
     engine = Engine(model, RolloutConfig(max_batch=SEQUENCES), None, 0)
     sampling = sampling_of(kind, model.config.tokenizer_size)
     untimed, timed = STEPS[kind]
+    number = SEQUENCES * (4 if kind == "queue" else 1)
     held: list[Group] = []
     seconds = tail_s = 0.0
     tokens = longest = 0
     try:
         for step in range(untimed + timed):
-            new = begin(prompts_of(step, model.config.tokenizer_size), 1, step * SEQUENCES)
+            new = begin(prompts_of(step, number, model.config.tokenizer_size), 1, step * number)
             before = drawn(held)
             torch.cuda.synchronize()
             begun = time.perf_counter()

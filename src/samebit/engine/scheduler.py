@@ -81,10 +81,21 @@ class Scheduler:
     """Slots waiting and running over one page pool."""
 
     def __init__(
-        self, pool: PagePool, prefix: PrefixCache, max_batch: int, prefill_tokens: int
+        self,
+        pool: PagePool,
+        prefix: PrefixCache,
+        max_batch: int,
+        prefill_tokens: int,
+        admit_at_least: int = 1,
     ) -> None:
+        """admit_at_least: free places for which new prompts wait, unless fewer samples do.
+
+        Where prompts are a forward of their own, one for every sample that ends costs more than a few
+        idle places.
+        """
         self.pool, self.prefix = pool, prefix
         self.max_batch, self.prefill_tokens = max_batch, prefill_tokens
+        self.admit_at_least = admit_at_least
         self.waiting: deque[Slot] = deque()
         self.running: list[Slot] = []
         self.stats = SchedulerStats()
@@ -157,6 +168,9 @@ class Scheduler:
         being_computed = {s.target for s in self.running if not (s.state.ids or s.ready)}
         passed: list[Slot] = []
         copies: list[PageCopy] = []
+        room = self.max_batch - len(self.running)
+        if room < min(len(self.waiting), self.admit_at_least):
+            budget = 0  # what is computed already may still be shared
         while self.waiting and len(self.running) + len(passed) < self.max_batch:
             slot = self.waiting.popleft()
             ids = slot.state.all_ids

@@ -133,5 +133,5 @@ def _answers(model: str, recipe: str) -> Iterator[Case]:
 
         return found
 
-    for kind in ("at-once", "never", "spread", "parts"):
+    for kind in ("at-once", "never", "spread", "parts", "queue"):
         yield Case(f"answers/{model}/{recipe}/{kind}", measure=measure(kind))
