@@ -76,3 +76,20 @@ def test_a_run_planned_into_less_memory_takes_less_and_learns_the_same(file: Pat
     assert plans[0] == "none" and plans[1].startswith("mlp in ")
     assert found[0] == found[1]
     assert peaks[1] < 0.85 * peaks[0]
+
+
+def test_a_step_says_how_near_it_comes_to_the_card_and_names_its_kernels(
+    file: Path, tmp_path: Path
+):
+    said: list[str] = []
+    run = run_of(file, tmp_path / "near", said, train__profile_step="2")
+    run.train()
+    run.close()
+    for record in runs.read_json_lines(tmp_path / "near" / "metrics.jsonl"):
+        shares = {k: v for k, v in record.items() if k.startswith("perf/roofline_")}
+        assert set(shares) == {f"perf/roofline_{p}" for p in ("rollout", "update", "optimizer")}
+        assert all(0 < share < 1 for share in shares.values()), shares
+    (table,) = (line for line in said if "launches" in line)
+    assert "products" in table and "attention" in table and "at the peak" in table
+    kernels = (tmp_path / "near" / "kernels.txt").read_text()
+    assert "attention_dq" in kernels and "gemm" in kernels

@@ -130,33 +130,12 @@ def _prefill(q, k, v, scales, layout: Layout, scale: float, out, lse) -> None:
         count, longest, keys = segments.shape[0], layout.max_length, layout.max_keys
     grid = (count * G, triton.cdiv(longest, tokens))
     attention_prefill_kernel[grid](
-        q,
-        k,
-        v,
-        *_pointers(scales, lse),
-        out,
-        lse,
-        segments,
-        table,
-        context,
-        starts,
-        width,
-        scale * LOG2E,
-        *_strides(k, v, k_scale, v_scale),
-        H=H,
-        G=G,
-        D=D,
-        KB=KEY_BLOCK,
-        SPLIT_BLOCKS=SPLIT_KEYS // KEY_BLOCK,
-        PAGE=page,
-        PAGED=paged,
-        FP8=fp8,
-        ONE_SPLIT=keys <= SPLIT_KEYS,
-        ROWS=rows,
-        STAGES=2,
-        num_warps=rows // 16,
+        q, k, v, *_pointers(scales, lse), out, lse, segments, table, context, starts, width,
+        scale * LOG2E, *_strides(k, v, k_scale, v_scale), H=H, G=G, D=D, KB=KEY_BLOCK,
+        SPLIT_BLOCKS=SPLIT_KEYS // KEY_BLOCK, PAGE=page, PAGED=paged, FP8=fp8,
+        ONE_SPLIT=keys <= SPLIT_KEYS, ROWS=rows, STAGES=2, num_warps=rows // 16,
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip
 
 
 def _packed(q, k, v, layout: PackedLayout, scale: float, out, lse) -> None:
@@ -165,28 +144,11 @@ def _packed(q, k, v, layout: PackedLayout, scale: float, out, lse) -> None:
     G = k.shape[1]
     grid = (layout.segments.shape[0] * H, triton.cdiv(layout.max_length, TILE_TOKENS))
     attention_hopper_kernel[grid](
-        rows_descriptor(q, 64),
-        rows_descriptor(k, KEY_BLOCK),
-        rows_descriptor(v, KEY_BLOCK),
-        k,
-        v,
-        out,
-        lse,
-        layout.segments,
-        scale * LOG2E,
-        k.stride(0),
-        v.stride(0),
-        H=H,
-        G=G,
-        D=D,
-        KB=KEY_BLOCK,
-        SPLIT_BLOCKS=SPLIT_KEYS // KEY_BLOCK,
-        STAGES=2,
-        CONSUMER_REGS=232,
-        PRODUCER_REGS=40,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+        rows_descriptor(q, 64), rows_descriptor(k, KEY_BLOCK), rows_descriptor(v, KEY_BLOCK), k, v,
+        out, lse, layout.segments, scale * LOG2E, k.stride(0), v.stride(0), H=H, G=G, D=D,
+        KB=KEY_BLOCK, SPLIT_BLOCKS=SPLIT_KEYS // KEY_BLOCK, STAGES=2, CONSUMER_REGS=232,
+        PRODUCER_REGS=40, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def _stream(q, k, v, scales, layout: Layout, scale: float, out, lse) -> None:
@@ -216,33 +178,14 @@ def _stream(q, k, v, scales, layout: Layout, scale: float, out, lse) -> None:
         programs = min(num_tiles, torch.cuda.get_device_properties(q.device).multi_processor_count)
         tables = (layout.forward_tiles,) * 4 + (0, 1)
     attention_stream_kernel[(programs,)](
-        rows_descriptor(q, 64),
-        rows_descriptor(k, KEY_BLOCK, k_view),
-        rows_descriptor(v, KEY_BLOCK, v_view),
-        k,
-        v,
-        *_pointers(scales, lse),
-        out,
-        lse,
-        *tables,
-        num_tiles,
-        scale * LOG2E,
-        *row_units,
-        *_strides(k, v, *scales[1:]),
-        H=H,
-        G=G,
-        D=D,
-        KB=KEY_BLOCK,
-        SPLIT_BLOCKS=SPLIT_KEYS // KEY_BLOCK,
-        STAGES=2,
+        rows_descriptor(q, 64), rows_descriptor(k, KEY_BLOCK, k_view),
+        rows_descriptor(v, KEY_BLOCK, v_view), k, v, *_pointers(scales, lse), out, lse, *tables,
+        num_tiles, scale * LOG2E, *row_units, *_strides(k, v, *scales[1:]), H=H, G=G, D=D,
+        KB=KEY_BLOCK, SPLIT_BLOCKS=SPLIT_KEYS // KEY_BLOCK, STAGES=2,
         PAGE=k.shape[1] if isinstance(layout, PagedLayout) else KEY_BLOCK,
-        PAGED=isinstance(layout, PagedLayout),
-        FP8=fp8,
-        CONSUMER_REGS=224 if fp8 else 232,
-        PRODUCER_REGS=56 if fp8 else 40,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+        PAGED=isinstance(layout, PagedLayout), FP8=fp8, CONSUMER_REGS=224 if fp8 else 232,
+        PRODUCER_REGS=56 if fp8 else 40, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def page_rows(cache: torch.Tensor) -> tuple[tuple[int, int, int], tuple[int, int, int]] | None:
@@ -295,17 +238,9 @@ def _decode(q, k, v, scales, layout: PagedLayout, scale: float, out, lse) -> Non
         "enable_fp_fusion": False,
     }
     pointers = (
-        *_pointers(scales, lse),
-        out,
-        lse,
-        part_acc,
-        part_m,
-        part_l,
-        layout.block_table,
-        layout.context_lens,
-        layout.block_table.stride(0),
-        scale * LOG2E,
-    )
+        *_pointers(scales, lse), out, lse, part_acc, part_m, part_l, layout.block_table,
+        layout.context_lens, layout.block_table.stride(0), scale * LOG2E,
+    )  # fmt: skip
     strides = _strides(k, v, k_scale, v_scale)
     finished = 1
     if on_card(q) and _pages_fit(k, v) and H // G <= 32:
@@ -313,50 +248,21 @@ def _decode(q, k, v, scales, layout: PagedLayout, scale: float, out, lse) -> Non
         assert k_rows is not None and v_rows is not None
         finished = splits_per_program(B * G, splits)
         attention_decode_hopper_kernel[(B * G, triton.cdiv(splits, finished))](
-            rows_descriptor(k, KEY_BLOCK, k_rows[0]),
-            rows_descriptor(v, KEY_BLOCK, v_rows[0]),
-            q,
-            *pointers,
-            splits,
-            *k_rows[1],
-            *v_rows[1],
-            *strides[6:],
-            G=G,
-            PAGE=k.shape[1],
-            SPLITS=finished,
-            SLOTS=_decode_slots(D, fp8),
-            FEEDER_REGS=88 if fp8 else 24,
-            maxnreg=128,
-            num_warps=4,
-            **constants,
-        )
+            rows_descriptor(k, KEY_BLOCK, k_rows[0]), rows_descriptor(v, KEY_BLOCK, v_rows[0]), q,
+            *pointers, splits, *k_rows[1], *v_rows[1], *strides[6:], G=G, PAGE=k.shape[1],
+            SPLITS=finished, SLOTS=_decode_slots(D, fp8), FEEDER_REGS=88 if fp8 else 24,
+            maxnreg=128, num_warps=4, **constants,
+        )  # fmt: skip
     else:
         attention_decode_kernel[(B * G, splits)](
-            q,
-            k,
-            v,
-            *pointers,
-            *strides,
-            G=G,
-            PAGE=k.shape[1],
-            ROWS=64,
-            STAGES=2,
-            num_warps=4,
+            q, k, v, *pointers, *strides, G=G, PAGE=k.shape[1], ROWS=64, STAGES=2, num_warps=4,
             **constants,
-        )
+        )  # fmt: skip
     if splits > finished:
         attention_fold_kernel[(B, H)](
-            part_acc,
-            part_m,
-            part_l,
-            out,
-            lse,
-            layout.context_lens,
-            splits,
-            FINISHED=finished,
-            num_warps=1,
-            **constants,
-        )
+            part_acc, part_m, part_l, out, lse, layout.context_lens, splits, FINISHED=finished,
+            num_warps=1, **constants,
+        )  # fmt: skip
 
 
 def _decode_slots(D: int, fp8: bool) -> int:

@@ -12,17 +12,9 @@ from samebit.kernels.attention_block import LOG2E
 
 @triton.jit
 def attention_delta_kernel(
-    out_ptr,
-    dout_ptr,
-    lse_ptr,
-    lse_out_ptr,
-    delta_out_ptr,
-    num_tokens,
-    scale,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    out_ptr, dout_ptr, lse_ptr, lse_out_ptr, delta_out_ptr, num_tokens, scale,
+    H: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """Grid (token tiles, H): -lse / scale and -sum over D of out * dout, both fp32 [H, T].
 
     Transposed, a tile's values are contiguous; negated, they are what the products start from.
@@ -42,27 +34,11 @@ def attention_delta_kernel(
 
 @triton.jit
 def attention_dkdv_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    dout_ptr,
-    lse_ptr,
-    delta_ptr,
-    dk_ptr,
-    dv_ptr,
-    dk_part_ptr,
-    dv_part_ptr,
-    segments,
-    items,
-    row_width,
-    scale,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    KEYS: tl.constexpr,
-    QUERIES: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dk_part_ptr, dv_part_ptr,
+    segments, items, row_width, scale,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """Grid (items x G, key tiles): one item's share of dK and dV of KEYS rows of one head.
 
     lse (-lse / scale) and delta (negated): fp32 [H, row_width].
@@ -129,15 +105,9 @@ def attention_dkdv_kernel(
 
 @triton.jit
 def attention_reduce_kernel(
-    dk_part_ptr,
-    dv_part_ptr,
-    dk_ptr,
-    dv_ptr,
-    segments,
-    reduce_items,
-    GD: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    dk_part_ptr, dv_part_ptr, dk_ptr, dv_ptr, segments, reduce_items,
+    GD: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Grid (prompts, rows): partial dK and dV of a prompt's samples added in sample order."""
     item = reduce_items + tl.program_id(0) * 3
     segment = tl.load(item)
@@ -163,23 +133,10 @@ def attention_reduce_kernel(
 
 @triton.jit
 def attention_dq_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    dout_ptr,
-    lse_ptr,
-    delta_ptr,
-    dq_ptr,
-    segments,
-    row_width,
-    scale,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, segments, row_width, scale,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """Grid (segments x H, query tiles): dQ of QUERIES tokens of one head."""
     index = tl.program_id(0) // H
     head = tl.program_id(0) % H

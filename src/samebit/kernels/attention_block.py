@@ -15,19 +15,9 @@ PV_LIFT = tl.constexpr(256.0)
 
 @triton.jit
 def attend_block(
-    q,
-    k_KD,
-    v_KD,
-    acc,
-    m,
-    den,
-    keep,
-    factor,
-    k_scale,
-    v_scale,
-    MASKED: tl.constexpr,
-    FP8: tl.constexpr,
-):
+    q, k_KD, v_KD, acc, m, den, keep, factor, k_scale, v_scale,
+    MASKED: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
     """One block of keys: the new (acc, m, den). m is in units of log2, NaN scores stay NaN."""
     s = tl.dot(q, tl.trans(k_KD))
     if FP8:
@@ -71,20 +61,10 @@ def finish_scales(m, den, FP8: tl.constexpr):
 
 @triton.jit
 def key_rows(
-    position,
-    end,
-    segment_start,
-    prefix_start,
-    prefix_length,
-    block_row,
-    stride_page,
-    stride_row,
-    PAGE: tl.constexpr,
-    PAGE_UNIFORM: tl.constexpr,
-    PAGED: tl.constexpr,
-    KB: tl.constexpr,
+    position, end, segment_start, prefix_start, prefix_length, block_row, stride_page, stride_row,
+    PAGE: tl.constexpr, PAGE_UNIFORM: tl.constexpr, PAGED: tl.constexpr, KB: tl.constexpr,
     base,
-):
+):  # fmt: skip
     """Element offsets of the key rows at `position`; positions from `end` on are clamped."""
     if PAGED:
         if PAGE_UNIFORM:

@@ -80,68 +80,26 @@ def attention_backward(
             rows_descriptor(x, 64) for x in (q_THD, dout_THD, k_SGD, v_SGD)
         )
         attention_dkdv_hopper_kernel[key_grid](
-            q_rows,
-            do_rows,
-            k_rows,
-            v_rows,
-            lse,
-            delta,
-            *outputs,
-            **heads,
-            STAGES=4,
-            CONSUMER_REGS=240,
-            PRODUCER_REGS=24,
-            num_warps=4,
-        )
+            q_rows, do_rows, k_rows, v_rows, lse, delta, *outputs, **heads, STAGES=4,
+            CONSUMER_REGS=240, PRODUCER_REGS=24, num_warps=4,
+        )  # fmt: skip
         attention_dq_hopper_kernel[query_grid](
-            q_rows,
-            do_rows,
-            k_rows,
-            v_rows,
-            k_SGD,
-            v_SGD,
-            lse,
-            delta,
-            dq,
-            layout.segments,
-            T,
-            scale,
-            k_SGD.stride(0),
-            **heads,
-            KEYS=64,
-            STAGES=4,
-            CONSUMER_REGS=232,
-            PRODUCER_REGS=40,
+            q_rows, do_rows, k_rows, v_rows, k_SGD, v_SGD, lse, delta, dq, layout.segments, T,
+            scale, k_SGD.stride(0), **heads, KEYS=64, STAGES=4, CONSUMER_REGS=232, PRODUCER_REGS=40,
             num_warps=4,
-        )
+        )  # fmt: skip
     else:
         inputs = (q_THD, k_SGD, v_SGD, dout_THD, lse, delta)
         attention_dkdv_kernel[key_grid](
             *inputs, *outputs, **heads, KEYS=128, QUERIES=64, STAGES=2, num_warps=8
         )
         attention_dq_kernel[query_grid](
-            *inputs,
-            dq,
-            layout.segments,
-            T,
-            scale,
-            **heads,
-            QUERIES=128,
-            KEYS=64,
-            STAGES=2,
+            *inputs, dq, layout.segments, T, scale, **heads, QUERIES=128, KEYS=64, STAGES=2,
             num_warps=8,
-        )
+        )  # fmt: skip
     if layout.reduce_items.shape[0]:
         attention_reduce_kernel[(layout.reduce_items.shape[0], layout.max_length)](
-            dk_part,
-            dv_part,
-            dk,
-            dv,
-            layout.segments,
-            layout.reduce_items,
-            GD=G * D,
-            COLUMNS=triton.next_power_of_2(G * D),
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+            dk_part, dv_part, dk, dv, layout.segments, layout.reduce_items, GD=G * D,
+            COLUMNS=triton.next_power_of_2(G * D), num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
     return dq, dk, dv

@@ -31,39 +31,12 @@ def query_range(
 
 @triton.jit
 def _walk(
-    q,
-    acc,
-    m,
-    den,
-    first,
-    last,
-    position_R,
-    factor,
-    k_ptr,
-    v_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    end,
-    start,
-    prefix_start,
-    prefix_length,
-    block_row,
-    k_page,
-    k_row,
-    v_page,
-    v_row,
-    ks_page,
-    ks_row,
-    vs_page,
-    vs_row,
-    D: tl.constexpr,
-    KB: tl.constexpr,
-    PAGE: tl.constexpr,
-    PAGED: tl.constexpr,
-    FP8: tl.constexpr,
-    MASKED: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    q, acc, m, den, first, last, position_R, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, end,
+    start, prefix_start, prefix_length, block_row, k_page, k_row, v_page, v_row, ks_page, ks_row,
+    vs_page, vs_row,
+    D: tl.constexpr, KB: tl.constexpr, PAGE: tl.constexpr, PAGED: tl.constexpr, FP8: tl.constexpr,
+    MASKED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Blocks first..last-1 folded into (acc, m, den)."""
     d = tl.arange(0, D)
     uniform: tl.constexpr = PAGE % KB == 0
@@ -71,35 +44,13 @@ def _walk(
         base = block * KB
         position = base + tl.arange(0, KB)
         k_off = key_rows(
-            position,
-            end,
-            start,
-            prefix_start,
-            prefix_length,
-            block_row,
-            k_page,
-            k_row,
-            PAGE,
-            uniform,
-            PAGED,
-            KB,
-            base,
-        )
+            position, end, start, prefix_start, prefix_length, block_row, k_page, k_row, PAGE,
+            uniform, PAGED, KB, base,
+        )  # fmt: skip
         v_off = key_rows(
-            position,
-            end,
-            start,
-            prefix_start,
-            prefix_length,
-            block_row,
-            v_page,
-            v_row,
-            PAGE,
-            uniform,
-            PAGED,
-            KB,
-            base,
-        )
+            position, end, start, prefix_start, prefix_length, block_row, v_page, v_row, PAGE,
+            uniform, PAGED, KB, base,
+        )  # fmt: skip
         k_scale = 0.0
         v_scale = 0.0
         if MASKED:
@@ -112,35 +63,13 @@ def _walk(
             v = tl.load(v_ptr + v_off[:, None] + d[None, :])
         if FP8:
             ks_off = key_rows(
-                position,
-                end,
-                start,
-                prefix_start,
-                prefix_length,
-                block_row,
-                ks_page,
-                ks_row,
-                PAGE,
-                uniform,
-                PAGED,
-                KB,
-                base,
-            )
+                position, end, start, prefix_start, prefix_length, block_row, ks_page, ks_row, PAGE,
+                uniform, PAGED, KB, base,
+            )  # fmt: skip
             vs_off = key_rows(
-                position,
-                end,
-                start,
-                prefix_start,
-                prefix_length,
-                block_row,
-                vs_page,
-                vs_row,
-                PAGE,
-                uniform,
-                PAGED,
-                KB,
-                base,
-            )
+                position, end, start, prefix_start, prefix_length, block_row, vs_page, vs_row, PAGE,
+                uniform, PAGED, KB, base,
+            )  # fmt: skip
             k_scale = tl.load(k_scale_ptr + ks_off, mask=position < end, other=0.0)
             v_scale = tl.load(v_scale_ptr + vs_off, mask=position < end, other=0.0) * PV_LIFT
         keep = position[None, :] <= position_R[:, None]
@@ -152,44 +81,13 @@ def _walk(
 
 @triton.jit
 def attention_prefill_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    q_scale_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    out_ptr,
-    lse_ptr,
-    segments,
-    block_table,
-    context_lens,
-    query_starts,
-    table_width,
-    factor,
-    k_page,
-    k_row,
-    k_head,
-    v_page,
-    v_row,
-    v_head,
-    ks_page,
-    ks_row,
-    ks_head,
-    vs_page,
-    vs_row,
-    vs_head,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    KB: tl.constexpr,
-    SPLIT_BLOCKS: tl.constexpr,
-    PAGE: tl.constexpr,
-    PAGED: tl.constexpr,
-    FP8: tl.constexpr,
-    ONE_SPLIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, out_ptr, lse_ptr, segments,
+    block_table, context_lens, query_starts, table_width, factor, k_page, k_row, k_head, v_page,
+    v_row, v_head, ks_page, ks_row, ks_head, vs_page, vs_row, vs_head,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, KB: tl.constexpr, SPLIT_BLOCKS: tl.constexpr,
+    PAGE: tl.constexpr, PAGED: tl.constexpr, FP8: tl.constexpr, ONE_SPLIT: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Grid (sequences x G, tiles of ROWS // (H // G) tokens); the longest tiles start first."""
     GROUP: tl.constexpr = H // G
     TOKENS: tl.constexpr = ROWS // GROUP
@@ -231,73 +129,17 @@ def attention_prefill_kernel(
         den = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, D], tl.float32)
         acc, m, den = _walk(
-            q,
-            acc,
-            m,
-            den,
-            lo,
-            mid,
-            position_R,
-            factor_R,
-            k_ptr + head * k_head,
-            v_ptr + head * v_head,
-            k_scale_ptr + head * ks_head,
-            v_scale_ptr + head * vs_head,
-            end,
-            start,
-            prefix_start,
-            before,
-            block_row,
-            k_page,
-            k_row,
-            v_page,
-            v_row,
-            ks_page,
-            ks_row,
-            vs_page,
-            vs_row,
-            D,
-            KB,
-            PAGE,
-            PAGED,
-            FP8,
-            False,
-            STAGES,
-        )
+            q, acc, m, den, lo, mid, position_R, factor_R, k_ptr + head * k_head,
+            v_ptr + head * v_head, k_scale_ptr + head * ks_head, v_scale_ptr + head * vs_head, end,
+            start, prefix_start, before, block_row, k_page, k_row, v_page, v_row, ks_page, ks_row,
+            vs_page, vs_row, D, KB, PAGE, PAGED, FP8, False, STAGES,
+        )  # fmt: skip
         acc, m, den = _walk(
-            q,
-            acc,
-            m,
-            den,
-            mid,
-            hi,
-            position_R,
-            factor_R,
-            k_ptr + head * k_head,
-            v_ptr + head * v_head,
-            k_scale_ptr + head * ks_head,
-            v_scale_ptr + head * vs_head,
-            end,
-            start,
-            prefix_start,
-            before,
-            block_row,
-            k_page,
-            k_row,
-            v_page,
-            v_row,
-            ks_page,
-            ks_row,
-            vs_page,
-            vs_row,
-            D,
-            KB,
-            PAGE,
-            PAGED,
-            FP8,
-            True,
-            1,
-        )
+            q, acc, m, den, mid, hi, position_R, factor_R, k_ptr + head * k_head,
+            v_ptr + head * v_head, k_scale_ptr + head * ks_head, v_scale_ptr + head * vs_head, end,
+            start, prefix_start, before, block_row, k_page, k_row, v_page, v_row, ks_page, ks_row,
+            vs_page, vs_row, D, KB, PAGE, PAGED, FP8, True, 1,
+        )  # fmt: skip
         if ONE_SPLIT:
             acc_total = acc
             m_total = m
