@@ -75,8 +75,9 @@ def _widest_first(
 def convert(value: Any, hint: Any, where: str) -> Any:
     """`value` as a field's type; ValueError that begins with `where = value`.
 
-    hint: bool, int, float, str, X | None, Literal, tuple of one kind, Mapping, or Any. Whole numbers
-    are accepted for floats and lists for tuples. TOML has no null: the word none stands for it.
+    hint: bool, int, float, str, Literal, tuple or list of one kind, Mapping, Any, or a union of such.
+    Whole numbers are accepted for floats and lists for tuples. TOML has no null: the word none stands
+    for it.
     """
     kind, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind is Any:
@@ -84,18 +85,35 @@ def convert(value: Any, hint: Any, where: str) -> Any:
     if kind is Literal:
         return _convert_choice(value, arguments, where)
     if kind in (typing.Union, types.UnionType):
-        inner = next(choice for choice in arguments if choice is not type(None))
-        return None if value is None or value == "none" else convert(value, inner, where)
-    if kind is tuple:
+        return _convert_union(value, arguments, where)
+    if kind in (tuple, list):
         if not isinstance(value, (list, tuple)):
-            shown = f'["{value}"]' if arguments[0] is str else f"[{value}]"
+            shown = f'["{value}"]' if arguments[:1] == (str,) else f"[{value}]"
             raise _wrong(where, value, f"must be a list, such as {shown}")
-        return tuple(convert(v, arguments[0], f"{where}[{i}]") for i, v in enumerate(value))
-    if kind in (dict, Mapping) or (isinstance(kind, type) and issubclass(kind, Mapping)):
+        inner = arguments[0] if arguments else Any
+        return kind(convert(item, inner, f"{where}[{i}]") for i, item in enumerate(value))
+    if isinstance(kind, type) and issubclass(kind, Mapping):
         if not isinstance(value, Mapping):
             raise _wrong(where, value, f"must be a table: [{where}]")
-        return {key: convert(item, arguments[1], f"{where}.{key}") for key, item in value.items()}
+        inner = arguments[1] if arguments else Any
+        return {key: convert(item, inner, f"{where}.{key}") for key, item in value.items()}
     return _convert_scalar(value, kind, where)
+
+
+def _convert_union(value: Any, choices: tuple[Any, ...], where: str) -> Any:
+    """As the first choice that fits; the fault of the only one where there is but one beside None."""
+    if type(None) in choices and (value is None or value == "none"):
+        return None
+    kinds = [choice for choice in choices if choice is not type(None)]
+    if len(kinds) == 1:
+        return convert(value, kinds[0], where)
+    for kind in kinds:
+        try:
+            return convert(value, kind, where)
+        except ValueError:
+            continue
+    names = ", ".join(_word(typing.get_origin(kind) or kind) for kind in kinds)
+    raise _wrong(where, value, f"must be one of: {names}")
 
 
 def _convert_choice(value: Any, choices: tuple[Any, ...], where: str) -> Any:
