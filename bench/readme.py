@@ -175,6 +175,7 @@ def learning(name: str, what: str, mixed: bool) -> list[str]:
 def zeros() -> str:
     """What must be the same bits, and how much of it was compared."""
     parity = json.loads((H200 / "parity.json").read_text(encoding="utf-8"))
+    crowded = json.loads((H200 / "parity_crowded.json").read_text(encoding="utf-8"))
     cases = json.loads((H200 / "engine_cases.json").read_text(encoding="utf-8"))
     backend = json.loads((H200 / "backend.json").read_text(encoding="utf-8"))
     failed = [name for name, case in cases.items() if not case["ok"]]
@@ -188,6 +189,15 @@ def zeros() -> str:
             f"{parity['elements_compared']:,} elements",
             f"**{parity['elements_differing']}**",
             "`h200/parity.json`",
+        ],
+        [
+            "the same once more while some forty processes shared the card: "
+            f"{crowded['cases_ok']} of {crowded['cases_total']} cases "
+            f"(not: {', '.join(n for n, c in crowded['cases'].items() if not c['ok'])}; "
+            "docs/kernels-gemm.md)",
+            f"{crowded['elements_compared']:,} elements",
+            f"{crowded['elements_differing']}, **not explained**",
+            "`h200/parity_crowded.json`",
         ],
         [
             "tokens of rollouts by CUDA graphs (every bucket, chunked prefill, preemption, "

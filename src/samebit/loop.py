@@ -1,7 +1,8 @@
-"""The on-policy loop: the only file that knows engine, trainer, algorithm and task.
+"""The on-policy loop: with collect.py, all that knows engine, trainer, algorithm and task.
 
-prompts -> engine.generate -> task.reward -> algorithm.select -> trainer.step -> engine.refresh. Prompts,
-samples and noise are functions of (seed, counters), so stopping and resuming changes nothing.
+prompts -> engine.generate -> task.reward -> algorithm.select (collect.py) -> trainer.step ->
+engine.refresh. Prompts, samples and noise are functions of (seed, counters), so stopping and resuming
+changes nothing.
 """
 
 from __future__ import annotations

@@ -48,6 +48,27 @@ def test_activation_by_hand():
     assert codes.view(torch.uint8)[0, :5].tolist() == [0x7E, 0xFE, 0x30, 0x58, 0x00]
 
 
+def test_two_part_quotients_have_the_codes_of_ieee_division():
+    """What the card computes for BF16 (`e4m3_quotient`), in FP64, for every mantissa of amax and x.
+
+    8 + 24 bits of a product, and the sum of the two products, are exact in FP64.
+    """
+    mantissas = torch.arange(128, 256, dtype=torch.float32)
+    scale = (mantissas / torch.full_like(mantissas, 448.0))[:, None]
+    high = (1 / scale.double()).float()
+    high = torch.where(high.double() * scale.double() > 1, high.nextafter(torch.zeros(1)), high)
+    low = (1 - high.double() * scale.double()).float() * high
+    assert bool((low >= 0).all())
+    x = (mantissas * 2.0 ** -torch.arange(20.0)[:, None]).reshape(1, -1)
+    q = (x.double() * high.double() + (x * low).double()).float()
+    codes, expected = (v.clamp(max=448).to(E4M3.dtype).view(torch.uint8) for v in (q, x / scale))
+    valid = x <= mantissas[:, None]
+    assert int(valid.sum()) > 300_000 and bool((codes == expected)[valid].all())
+    # One product with the nearest reciprocal has not: that is why there are two parts.
+    once = (x * (1 / scale)).clamp(max=448).to(E4M3.dtype).view(torch.uint8)
+    assert not bool((once == expected)[valid].all())
+
+
 def test_activation_of_a_strided_view_equals_that_of_a_copy():
     wide = awkward(13, 640)
     view = wide[:, 128:448]

@@ -74,7 +74,8 @@ def kernels_of(device: torch.device) -> Iterator[list[Kernel]]:
     """Collect the kernels (on a CPU: the operators) launched inside; the list is full at the end."""
     on_cuda = device.type == "cuda"
     found: list[Kernel] = []
-    with profile(activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU]) as seen:
+    activity = ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU
+    with profile(activities=[activity], acc_events=True) as seen:
         yield found
         if on_cuda:
             torch.cuda.synchronize(device)

@@ -135,14 +135,19 @@ def _activation(name: str, T: int, K: int, F: int, *_: int) -> Calls:
     from samebit.bench.timing import normal
     from samebit.formats import E4M3
     from samebit.kernels import activation
+    from samebit.kernels.quantize_gradient import quantize_silu_mul_gradient, token_group_table
 
     fused = [normal(T, 2 * F) for _ in range(_sets(4 * T * F))]
     pairs = [(x[:, :F], x[:, F:]) for x in fused]
-    dy, n = normal(T, F), T * F
+    dy, n, table = normal(T, F), T * F, token_group_table([T], "cuda")
     made: dict[str, tuple[Callable[[Any, Any], object], float]] = {
         "silu": (activation.silu_mul, 6 * n),
         "silu+quantize": (lambda g, u: activation.silu_mul_quantize(g, u, E4M3), 5 * n),
         "silu_backward": (lambda g, u: activation.silu_mul_backward(dy, g, u), 10 * n),
+        "silu_backward+quantize": (
+            lambda g, u: quantize_silu_mul_gradient(dy, g, u, table),
+            10 * n + n / 8,
+        ),
     }
     call, moved = made[name]
     return [lambda g=g, u=u: call(g, u) for g, u in pairs], moved
@@ -200,7 +205,7 @@ MAKERS: dict[str, Callable[..., Calls]] = {
                      "weight_rows.int8"), _weight),
     **dict.fromkeys(("norm", "add_norm", "norm+quantize", "add_norm+quantize", "add_norm+int8",
                      "norm_backward"), _norm),
-    **dict.fromkeys(("silu", "silu+quantize", "silu_backward"), _activation),
+    **dict.fromkeys(("silu", "silu+quantize", "silu_backward", "silu_backward+quantize"), _activation),
     **dict.fromkeys(("qk_norm+rope+store.bf16", "qk_norm+rope+store.fp8", "qk_norm+rope_backward"),
                     _rope),
     **dict.fromkeys(("embed", "embed_backward"), _embed),

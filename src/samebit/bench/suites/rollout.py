@@ -133,5 +133,10 @@ def _answers(model: str, recipe: str) -> Iterator[Case]:
 
         return found
 
+    def warm() -> None:
+        _late().compile_prompts(model, recipe, 80, 100)
+        for sequences in (256, 64, 8):
+            _late().compile_step(model, recipe, sequences, 384)
+
     for kind in ("at-once", "never", "spread", "parts", "queue"):
-        yield Case(f"answers/{model}/{recipe}/{kind}", measure=measure(kind))
+        yield Case(f"answers/{model}/{recipe}/{kind}", measure=measure(kind), warm=warm)
