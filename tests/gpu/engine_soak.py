@@ -5,7 +5,8 @@
 An hour of a 256-place engine on the Qwen3-8B shape is 31,600 tokens/s x 3,600 s (fp8-kv, 256 x 384,
 bench/results/h200/rollout.json), which at 512 tokens an answer is 222,000 requests. Here a tiny model draws
 short answers on 1,024 places, so that as many admissions, endings, preemptions and page grants take a minute or
-so; what an hour does to the card itself (heat, clocks) is not in it. The record says what part was run.
+so; what an hour does to the card itself (heat, clocks) is not in it. Without a GPU the same loop runs eagerly, with
+a model of one layer on 512 places. The record says what part was run.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import random
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,14 @@ Engine.pipelined = True
 HOUR = 222_000
 """Requests of the hour that the module's head works out."""
 
-PLACES = 1024 if DEVICE.type == "cuda" else 16
+PLACES = 1024 if DEVICE.type == "cuda" else 512
+CONFIG = MODELS["qwen3"]
+CACHE_TOKENS = 128 * (PLACES + 40)
+if DEVICE.type == "cpu":
+    CONFIG = replace(
+        MODELS["llama"], hidden=64, layers=1, heads=1, kv_heads=1, head_dim=64, intermediate=96
+    )
+    CACHE_TOKENS = 40 * PLACES  # pages are 16 tokens there: tight too
 
 
 def host_bytes() -> int:
@@ -71,11 +80,8 @@ class Soak:
     """The engine under load, and the marks taken."""
 
     def __init__(self, recipe: str):
-        config = MODELS["qwen3"]
-        self.model = random_model(config, recipe, DEVICE)
-        options = RolloutConfig(
-            max_batch=PLACES, prefill_tokens=4096, cache_tokens=128 * (PLACES + 40)
-        )
+        self.model = random_model(CONFIG, recipe, DEVICE)
+        options = RolloutConfig(max_batch=PLACES, prefill_tokens=4096, cache_tokens=CACHE_TOKENS)
         self.engine = Engine(self.model, options, None, 3)
         self.rounds = self.requests = self.tokens = self.aborted = 0
         self.wrong = self.compared = self.unequal = self.leaked = self.updates = 0
@@ -139,7 +145,7 @@ class Soak:
         stats = self.engine.stats
         self.engine.close()
         return {
-            "requests": self.requests, "share_of_an_hour": round(self.requests / HOUR, 3),
+            "device": DEVICE.type, "requests": self.requests, "share_of_an_hour": round(self.requests / HOUR, 3),
             "tokens": self.tokens, "rounds": self.rounds, "aborted": self.aborted,
             "places": PLACES, "seconds_in_rollouts": round(sum(self.seconds), 1),
             "updates": self.updates, "preemptions": stats.preemptions, "forwards": stats.forwards,
