@@ -95,6 +95,47 @@ class Stress:
             self.operator, self.x[part], scale, self.w, self.ws, OUTPUTS, self.tile, self.bias
         )
 
+    def explain(self, part: slice, got: torch.Tensor, differs: torch.Tensor) -> dict[str, int]:
+        """How many of the differing elements each wrong reading of an operand would give.
+
+        Rows moved: a descriptor of the launch before (its rows start elsewhere). Blocks of K that are
+        zero or another block: a slot of the ring read too early, or written too early.
+        """
+        from samebit.kernels import _gemm_plain as plain
+
+        kept, found = (self.x, self.w), {}
+
+        def matches(name: str, x: torch.Tensor, w: torch.Tensor) -> None:
+            self.x, self.w = x, w
+            wrong = self.plain(part, plain.STAGES)
+            same = wrong.view(torch.int16) == got.view(torch.int16)
+            found[name] = int((same & differs).sum())
+
+        for shift in (-3, -2, -1, 1, 2, 3):
+            matches(
+                f"tokens moved by {shift}",
+                kept[0].view(torch.uint8).roll(shift, 0).view(kept[0].dtype),
+                kept[1],
+            )
+        blocks = kept[0].shape[1] // 128
+        for block in range(blocks):
+            for other in (None, block - 1, block - 8):
+                if other is not None and other < 0:
+                    continue
+                for name, index in (("tokens", 0), ("outputs", 1)):
+                    changed = kept[index].clone()
+                    put = changed.view(torch.uint8)[:, block * 128 : (block + 1) * 128]
+                    if other is None:
+                        put.zero_()
+                    else:
+                        source = kept[index].view(torch.uint8)
+                        put.copy_(source[:, other * 128 : (other + 1) * 128])
+                    both = [*kept]
+                    both[index] = changed
+                    matches(f"block {block} of {name} was {other}", both[0], both[1])
+        self.x, self.w = kept
+        return {name: n for name, n in found.items() if n > 8}
+
     def compute(self, what: str, part: slice) -> torch.Tensor:
         """By the name that a record gives it."""
         if what == "fast":
@@ -128,6 +169,7 @@ class Stress:
                 "again_equals_want": [bits_equal(a, want) for a in again],
                 "again_equals_got": [bits_equal(a, got) for a in again],
                 "plain_equals_want": [bits_equal(p, want) for p in plain],
+                "explained_by": {} if self.operator == "bf16" else self.explain(part, got, differs),
             }
 
 
