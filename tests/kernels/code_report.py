@@ -35,6 +35,8 @@ def report(kernel) -> dict[str, object]:
         "sass_add": len(re.findall(r"\bFADD\b", sass)),
         "wgmma": sorted(set(re.findall(r"wgmma\.mma_async\S*\.(m\d+n\d+k\d+)", ptx))),
         "mma_sync": len(re.findall(r"^\s*(?:@\S+\s+)?mma\.sync", ptx, re.MULTILINE)),
+        "cp_async": len(re.findall(r"\bcp\.async\.c[ag]", ptx)),
+        "proxy_fences": len(re.findall(r"\bfence\.proxy\.async", ptx)),
         "float_atomics": len(re.findall(r"\b(?:atom|red)\.[^\n]*\.(?:f16|bf16|f32|f64)", ptx)),
         "stack_pointer_as_data": len(STACK_POINTER.findall(sass)),
         "fusion": bool(kernel.metadata.enable_fp_fusion),

@@ -269,6 +269,13 @@ def pointwise_jobs(every: bool) -> Iterator[Job]:
                     lambda t=table, s=store, n=norms: rope.qk_norm_rope_store(
                         x, x, x, positions, t, s, num_heads=4, norm_weights=n)
                 )  # fmt: skip
+        many, store = x.repeat(4, 1), rope.KeyValueStore.packed(1024, 2, D, True, x.device)
+        yield (
+            f"rope {D}, Q fetched ahead",
+            lambda t=table, s=store, m=many: rope.qk_norm_rope_store(
+                m, m, m, positions.repeat(4), t, s, num_heads=4
+            ),
+        )
         dy = torch.zeros(256, 4, D, dtype=BF16)
         yield (
             f"rope backward {D}",

@@ -119,6 +119,23 @@ def test_no_sum_depends_on_who_comes_first(reports):
     assert {n for n, r in reports.items() if r["float_atomics"]} == set()
 
 
+UNFENCED = {"attention_dkdv_hopper_kernel"}
+"""Its `cp.async` bring log-sum-exps and deltas, which ordinary loads read; products read what TMA brought."""
+
+
+def test_what_cp_async_brought_is_fenced_before_a_product_reads_it(reports):
+    """`wgmma` reads shared memory through another proxy, and Triton 3.6 leaves the fence out where
+    loads are pipelined; registers stored to shared memory get one."""
+    unfenced = {
+        name.split(" ")[0]
+        for name, r in reports.items()
+        if r["wgmma"] and r["cp_async"] and not r["proxy_fences"]
+    }
+    assert unfenced == UNFENCED
+    plain = [r for name, r in reports.items() if name.startswith("plain_gemm_kernel")]
+    assert plain and all(r["proxy_fences"] and not r["cp_async"] for r in plain)
+
+
 def test_no_kernel_reads_the_stack_pointer_as_data(reports):
     # The mark of a ptxas 12.8 miscompile of e4m3 pairs (see kernels/quantize_weight.py).
     assert {n for n, r in reports.items() if r["stack_pointer_as_data"]} == set()

@@ -19,6 +19,8 @@ INT8 = 3
 """Exact int32 over all of K, one scale per row and column at the end."""
 BF16 = 4
 """FP32 accumulation over all of K, no scale."""
+STAGES = 1
+"""More would bring operands by `cp.async`, and Triton 3.6 puts no proxy fence between that and `wgmma`."""
 
 
 @triton.jit
@@ -91,6 +93,7 @@ def plain_gemm(
     bias_N: torch.Tensor | None = None,
     add: bool = False,
     tile: tuple[int, int] = (64, 64),
+    stages: int = STAGES,
 ) -> torch.Tensor:
     """Launch `plain_gemm_kernel`; scales are [rows, groups] or [rows] with any strides.
 
@@ -115,6 +118,6 @@ def plain_gemm(
         sa.stride(0), sa.stride(1) if sa.ndim > 1 else 0,
         sb.stride(0), sb.stride(1) if sb.ndim > 1 else 0,
         MODE=mode, PROMOTE=span, COL_GROUP=col_group, HAS_BIAS=bias_N is not None, ADD=add,
-        BM=tile[0], BN=tile[1], BK=step, num_warps=4, num_stages=4, enable_fp_fusion=False,
+        BM=tile[0], BN=tile[1], BK=step, num_warps=4, num_stages=stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out_MN

@@ -33,7 +33,14 @@ PAIR_LAYOUT = gl.constexpr(
 )
 """COLUMN_LAYOUT with the two features of a word as neighbours, as shared memory delivers them."""
 STORE_LAYOUT = gl.constexpr(gl.BlockedLayout([16, 1], [8, 4], [1, 8], [0, 1]))
-SHARED_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, order=[1, 0]))
+SHARED_LAYOUT = gl.constexpr(
+    gl.SharedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [0, 72], [1, 8], [2, 16], [4, 32],
+         [8, 0], [16, 0], [32, 0], [64, 0]]
+    )
+)  # fmt: skip
+"""16-byte pieces exchanged by row, and in a row's second half once more: a thread stores every other
+piece, and without that two halves of a row would meet in the same banks."""
 
 
 @gluon.jit

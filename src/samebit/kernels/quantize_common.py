@@ -98,6 +98,22 @@ def _larger(a, b):
 
 
 @triton.jit
+def larger_magnitude(a, b):
+    """The larger of |a| and |b|; a NaN where one is."""
+    return _larger(tl.abs(a), tl.abs(b))
+
+
+@triton.jit
+def read_ahead(addresses):
+    """Ask L2 for the 32 bytes at each of `addresses`, which must be readable; nothing waits for them."""
+    if NATIVE:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l", [addresses.to(tl.int64, bitcast=True)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def amax_bits(x, axis: tl.constexpr):
     """The bits of max |x| along `axis`, which is kept: those of some NaN where there is one."""
     if NATIVE:

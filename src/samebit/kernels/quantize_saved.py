@@ -15,8 +15,10 @@ from samebit.formats import BLOCK
 from samebit.kernels.quantize_common import (
     E4M3_LARGEST,
     NUMERIC_OPTIONS,
+    amax_bits,
     e4m3_quotient,
     e4m3_word,
+    larger_magnitude,
     magnitude_bits,
     padded,
     quotient,
@@ -25,7 +27,9 @@ from samebit.kernels.quantize_common import (
 from samebit.kernels.quantize_gradient import QUADS, store_quads
 
 RESCALE_WARPS = 8
-REQUANTISE_WARPS = 4
+REQUANTISE_WARPS = 2
+NARROW = 32
+"""Features of a program that requantises, whose values all stay in registers."""
 
 
 @triton.jit
@@ -37,11 +41,12 @@ def _group(groups_ptr, QUADS: tl.constexpr):
 
 
 @triton.jit
-def _codes(codes_ptr, codes_stride, first, count, k, quad, J: tl.constexpr):
+def _codes(codes_ptr, codes_stride, first, count, k, quad, J: tl.constexpr, EVICT: tl.constexpr):
     row = 4 * quad + J
     t = (first + row).to(tl.int64)
     address = codes_ptr + t[:, None] * codes_stride + k[None, :]
-    return tl.load(address, mask=(row < count)[:, None], other=0.0).to(tl.float32)
+    inside = (row < count)[:, None]
+    return tl.load(address, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
 
 
 @triton.jit
@@ -66,15 +71,16 @@ def _rescale_tokens_kernel(
     K,
     QUADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     block_k = tl.program_id(0)
     group = tl.program_id(1)
     first, count, quad = _group(groups_ptr, QUADS)
-    k = block_k * BLOCK + tl.arange(0, BLOCK)
-    x0 = _codes(codes_ptr, codes_stride, first, count, k, quad, 0)
-    x1 = _codes(codes_ptr, codes_stride, first, count, k, quad, 1)
-    x2 = _codes(codes_ptr, codes_stride, first, count, k, quad, 2)
-    x3 = _codes(codes_ptr, codes_stride, first, count, k, quad, 3)
+    k = block_k * WIDTH + tl.arange(0, WIDTH)
+    x0 = _codes(codes_ptr, codes_stride, first, count, k, quad, 0, "evict_first")
+    x1 = _codes(codes_ptr, codes_stride, first, count, k, quad, 1, "evict_first")
+    x2 = _codes(codes_ptr, codes_stride, first, count, k, quad, 2, "evict_first")
+    x3 = _codes(codes_ptr, codes_stride, first, count, k, quad, 3, "evict_first")
 
     scales = scale_ptr + block_k * scale_stride_g
     row = tl.arange(0, BLOCK)
@@ -110,23 +116,23 @@ def _requantize_tokens_kernel(
     K,
     QUADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     block_k = tl.program_id(0)
     group = tl.program_id(1)
     first, count, quad = _group(groups_ptr, QUADS)
-    k = block_k * BLOCK + tl.arange(0, BLOCK)
-    scales = scale_ptr + block_k * scale_stride_g
-    x0 = _codes(codes_ptr, codes_stride, first, count, k, quad, 0)
-    x1 = _codes(codes_ptr, codes_stride, first, count, k, quad, 1)
-    x2 = _codes(codes_ptr, codes_stride, first, count, k, quad, 2)
-    x3 = _codes(codes_ptr, codes_stride, first, count, k, quad, 3)
+    k = block_k * WIDTH + tl.arange(0, WIDTH)
+    scales = scale_ptr + (block_k * WIDTH // BLOCK) * scale_stride_g
+    x0 = _codes(codes_ptr, codes_stride, first, count, k, quad, 0, "")
+    x1 = _codes(codes_ptr, codes_stride, first, count, k, quad, 1, "")
+    x2 = _codes(codes_ptr, codes_stride, first, count, k, quad, 2, "")
+    x3 = _codes(codes_ptr, codes_stride, first, count, k, quad, 3, "")
     x0 = x0 * _scales(scales, scale_stride_t, first, count, quad, 0)
     x1 = x1 * _scales(scales, scale_stride_t, first, count, quad, 1)
     x2 = x2 * _scales(scales, scale_stride_t, first, count, quad, 2)
     x3 = x3 * _scales(scales, scale_stride_t, first, count, quad, 3)
-    low = tl.maximum(magnitude_bits(x0), magnitude_bits(x1))
-    high = tl.maximum(magnitude_bits(x2), magnitude_bits(x3))
-    scale = scale_from_bits(tl.max(tl.maximum(low, high), axis=0), E4M3_LARGEST, False)
+    most = larger_magnitude(larger_magnitude(x0, x1), larger_magnitude(x2, x3))
+    scale = scale_from_bits(tl.reshape(amax_bits(most, 0), (WIDTH,)), E4M3_LARGEST, False)
     target = transposed_scale_ptr + group.to(tl.int64) * transposed_scale_stride
     tl.store(target + k, scale, mask=k < K)
     scale = scale[None, :]
@@ -148,13 +154,14 @@ def _launch(
     K: int,
     scales: int,
     warps: int,
+    width: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     groups, Kp, device = token_groups.shape[0], codes_TK.shape[1], codes_TK.device
     assert Kp == padded(K) and token_groups.dtype == torch.int32
     transposed = torch.empty((Kp, groups * BLOCK), dtype=torch.float8_e4m3fn, device=device)
     transposed_scale = torch.empty((groups, scales), dtype=torch.float32, device=device)
     if groups:
-        kernel[(Kp // BLOCK, groups)](
+        kernel[(Kp // width, groups)](
             codes_TK,
             scale_TG,
             token_groups,
@@ -168,6 +175,7 @@ def _launch(
             K,
             QUADS=QUADS,
             BLOCK=BLOCK,
+            WIDTH=width,
             num_warps=warps,
             **NUMERIC_OPTIONS,
         )
@@ -184,7 +192,7 @@ def rescale_tokens(
     """
     blocks = scale_TG.shape[1]
     return _launch(
-        _rescale_tokens_kernel, codes_TK, scale_TG, token_groups, K, blocks, RESCALE_WARPS
+        _rescale_tokens_kernel, codes_TK, scale_TG, token_groups, K, blocks, RESCALE_WARPS, BLOCK
     )
 
 
@@ -197,5 +205,5 @@ def requantize_tokens(
     the unpadded width.
     """
     return _launch(
-        _requantize_tokens_kernel, codes_TK, scale_TG, token_groups, K, K, REQUANTISE_WARPS
+        _requantize_tokens_kernel, codes_TK, scale_TG, token_groups, K, K, REQUANTISE_WARPS, NARROW
     )
