@@ -36,6 +36,7 @@ def report(kernel) -> dict[str, object]:
         "wgmma": sorted(set(re.findall(r"wgmma\.mma_async\S*\.(m\d+n\d+k\d+)", ptx))),
         "mma_sync": len(re.findall(r"^\s*(?:@\S+\s+)?mma\.sync", ptx, re.MULTILINE)),
         "cp_async": len(re.findall(r"\bcp\.async\.c[ag]", ptx)),
+        "pipelined": kernel.asm["ttgir"].count("ttg.async_wait"),
         "proxy_fences": len(re.findall(r"\bfence\.proxy\.async", ptx)),
         "float_atomics": len(re.findall(r"\b(?:atom|red)\.[^\n]*\.(?:f16|bf16|f32|f64)", ptx)),
         "stack_pointer_as_data": len(STACK_POINTER.findall(sass)),

@@ -14,6 +14,7 @@ from samebit.kernels.attention_gradient import attention_backward, rows_descript
 from samebit.kernels.attention_hopper import attention_hopper_kernel
 from samebit.kernels.attention_layout import (
     KEY_BLOCK,
+    PLAIN_STAGES,
     SPLIT_KEYS,
     TILE_TOKENS,
     Layout,
@@ -133,7 +134,7 @@ def _prefill(q, k, v, scales, layout: Layout, scale: float, out, lse) -> None:
         q, k, v, *_pointers(scales, lse), out, lse, segments, table, context, starts, width,
         scale * LOG2E, *_strides(k, v, k_scale, v_scale), H=H, G=G, D=D, KB=KEY_BLOCK,
         SPLIT_BLOCKS=SPLIT_KEYS // KEY_BLOCK, PAGE=page, PAGED=paged, FP8=fp8,
-        ONE_SPLIT=keys <= SPLIT_KEYS, ROWS=rows, STAGES=2, num_warps=rows // 16,
+        ONE_SPLIT=keys <= SPLIT_KEYS, ROWS=rows, STAGES=PLAIN_STAGES, num_warps=rows // 16,
         enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -255,7 +256,7 @@ def _decode(q, k, v, scales, layout: PagedLayout, scale: float, out, lse) -> Non
         )  # fmt: skip
     else:
         attention_decode_kernel[(B * G, splits)](
-            q, k, v, *pointers, *strides, G=G, PAGE=k.shape[1], ROWS=64, STAGES=2, num_warps=4,
+            q, k, v, *pointers, *strides, G=G, PAGE=k.shape[1], ROWS=64, STAGES=PLAIN_STAGES, num_warps=4,
             **constants,
         )  # fmt: skip
     if splits > finished:

@@ -19,7 +19,7 @@ from samebit.kernels.attention_backward_hopper import (
     attention_dkdv_hopper_kernel,
     attention_dq_hopper_kernel,
 )
-from samebit.kernels.attention_layout import PackedLayout, on_card, rows_like
+from samebit.kernels.attention_layout import PLAIN_STAGES, PackedLayout, on_card, rows_like
 
 
 @functools.lru_cache
@@ -91,10 +91,10 @@ def attention_backward(
     else:
         inputs = (q_THD, k_SGD, v_SGD, dout_THD, lse, delta)
         attention_dkdv_kernel[key_grid](
-            *inputs, *outputs, **heads, KEYS=128, QUERIES=64, STAGES=2, num_warps=8
+            *inputs, *outputs, **heads, KEYS=128, QUERIES=64, STAGES=PLAIN_STAGES, num_warps=8
         )
         attention_dq_kernel[query_grid](
-            *inputs, dq, layout.segments, T, scale, **heads, QUERIES=128, KEYS=64, STAGES=2,
+            *inputs, dq, layout.segments, T, scale, **heads, QUERIES=128, KEYS=64, STAGES=PLAIN_STAGES,
             num_warps=8,
         )  # fmt: skip
     if layout.reduce_items.shape[0]:

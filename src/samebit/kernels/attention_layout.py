@@ -142,6 +142,11 @@ class PagedLayout:
     max_context: int
 
 
+PLAIN_STAGES = 1
+"""Of the plain kernels' loops. More would bring operands by `cp.async`, and Triton 3.6 puts no proxy fence
+between that and `wgmma`."""
+
+
 def on_card(x: torch.Tensor) -> bool:
     """Whether the warp-specialised kernels can run; the interpreter knows only the plain ones."""
     return x.is_cuda
