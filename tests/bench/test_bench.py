@@ -150,6 +150,37 @@ def test_two_arms_are_compared_only_where_their_roofline_shares_are_near():
     odd = targets.evaluate(Target("r", "s", "odd", "ms", 1.4, 1.7, over="slow", near="share"), held)
     assert odd.value == pytest.approx(3.0) and odd.verdict == "not comparable"
     assert targets.evaluate(Target("r", "s", "fast", "ms", 1, 2, over="gone"), held).value is None
+    assert "12 points of roofline apart, nearer is the second" in targets.table([odd])
+    blind = targets.evaluate(Target("r", "s", "fast", "ms", 1, 2, over="slow", near="other"), held)
+    assert blind.verdict == "not comparable" and "not recorded" in targets.table([blind])
+
+
+def test_the_same_rule_holds_for_rows_that_are_ratios_already():
+    held = {"a/1": {"over": 1.4, "points": -0.05}, "a/2": {"over": 1.6, "points": 0.02}}
+    near = Target("r", "s", "a/*", "over", 1.3, 1.5, reduce="worst", near="points")
+    assert targets.evaluate(near, held).verdict == "must"
+    held["a/2"]["points"] = 0.051
+    far = targets.evaluate(near, held)
+    assert far.verdict == "not comparable" and far.apart == pytest.approx(0.051)
+    assert "nearer is the first" in targets.table([far])
+    del held["a/1"]["points"]
+    assert targets.evaluate(near, held).verdict == "not comparable"
+
+
+@pytest.mark.parametrize("suite", ["rollout", "step"])
+def test_every_ratio_of_two_recipes_falls_under_the_rule(suite: str):
+    """A share of memory is no time, and has no roofline."""
+    for target in api.load_suite(suite).TARGETS:
+        ratio = " over " in target.what and "vLLM" not in target.what
+        assert bool(target.near) == ratio, target.what
+
+
+def test_digits_are_added_where_fewer_would_hide_the_verdict():
+    assert targets.number(0.85075, "x", (0.85, 0.7)) == "0.851x"
+    assert targets.number(1.4969, "x", (1.5, 1.7)) == "1.497x"
+    assert targets.number(0.85, "x", (0.85, 0.7)) == "0.85x"
+    assert targets.number(0.5498, "%", (0.55,)) == "54.98 %"
+    assert targets.number(600.4, "TFLOP/s", (600.0,)) == "600.4 TFLOP/s"
 
 
 def test_the_command_lists_and_prints_its_table_anywhere(capsys: Any, tmp_path):
@@ -159,8 +190,17 @@ def test_the_command_lists_and_prints_its_table_anywhere(capsys: Any, tmp_path):
     row = {"row": "backward/8B/1x8192", "tflops": 400.0}
     records.add(tmp_path / "kernels_attention.json", row)
     assert main(["bench", "attention", "--table", "--out", str(tmp_path)]) == 0
-    first = capsys.readouterr().out.split("\n")[1]
+    first = capsys.readouterr().out.split("\n")[2]
     assert first.startswith("attention backward") and "400 TFLOP/s" in first and " must " in first
+
+
+def test_a_table_without_records_names_the_folder(capsys: Any, tmp_path):
+    assert main(["bench", "step", "--table", "--out", str(tmp_path / "none")]) == 2
+    assert f"{tmp_path / 'none'} holds none of step.json" in capsys.readouterr().err
+    records.add(tmp_path / "step.json", {"row": "x"})
+    assert main(["bench", "step", "--table", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert f"records: {tmp_path}" in said and "not measured" in said and "so far:" in said
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here it would measure")

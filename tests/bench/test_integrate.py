@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from samebit.bench import integrate
+from samebit.bench import api, integrate, records
+
+H200 = Path(__file__).parents[2] / "bench" / "results" / "h200"
 
 
 def grid(a: float, b: float, c: float, share: float = 0.6) -> dict[str, dict[str, float]]:
@@ -58,7 +62,53 @@ def test_a_step_adds_decode_prefill_and_training():
     assert fp8["rollout_s"] == pytest.approx(decode + 30 * 128 / 2048 / 3)
     assert fp8["step_s"] == pytest.approx(fp8["rollout_s"] + 30.0)
     assert fp8["over_bf16-fast"] == pytest.approx(fast["step_s"] / fp8["step_s"])
-    assert fp8["roofline_points"] == pytest.approx(-0.1)
-    assert "more than five" in fp8["comparable"] and "over_bf16-fast" not in fast
+    assert fp8["decode_points"] == pytest.approx(-0.1) and "over_bf16-fast" not in fast
+    training = integrate.training_of(held, "qwen3-8b", 2048, "fp8")
+    assert training["over_bf16-fast"] == pytest.approx(40 / 30)
+    # the part that is farther apart speaks for the step
+    assert fp8["training_points"] == training["roofline_points"] < -0.1
+    assert fp8["roofline_points"] == fp8["training_points"]
+    assert (
+        fp8["comparable"].startswith("no: more than 5 points")
+        and "bf16-fast is" in fp8["comparable"]
+    )
+    with pytest.raises(ValueError, match="micro/qwen3-8b/2048/once has no torch"):
+        integrate.training_of(held, "qwen3-8b", 2048, "bf16-fast")
     with pytest.raises(ValueError, match="micro/qwen3-8b/8192/once has no fp8"):
         integrate.step_of(held, "qwen3-8b", 8192, "fp8")
+
+
+def test_shares_of_the_decode_grid_are_compared_size_by_size():
+    """bf16-fast alone at a size that it does well says nothing of the distance; nor does one sequence."""
+    held = {
+        "rollout": {
+            "decode/m/fp8/64x10": {"share_of_roofline": 0.6},
+            "decode/m/fp8/1x10": {"share_of_roofline": 0.1},
+            "decode/m/bf16-fast/64x10": {"share_of_roofline": 0.62},
+            "decode/m/bf16-fast/1x10": {"share_of_roofline": 0.5},
+            "decode/m/bf16-fast/64x4000": {"share_of_roofline": 0.9},
+        }
+    }
+    assert integrate._decode_points(held, "m", "fp8") == pytest.approx(-0.02)
+
+
+def test_a_training_phase_s_share_by_hand():
+    """BF16: 6 x parameters x tokens at 989.4 TFLOP/s, attention's seven products at the same rate."""
+    from samebit.bench.training import MODELS, roofline_share
+
+    c = MODELS["qwen3-8b"]
+    linears = c.layers * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288)
+    products = 6 * 2048 * linears + 6 * (2049 - 128) * 4096 * 151936
+    attention = 2 * 7 * 36 * 4096 * 2048 * 2049 / 2
+    least = (products + attention) / 989.4e12
+    assert roofline_share("qwen3-8b", "bf16", 1, 2048, 1.0) == pytest.approx(least, rel=1e-3)
+    assert roofline_share("qwen3-8b", "torch", 1, 2048, 2.0) == pytest.approx(least / 2, rel=1e-3)
+
+
+def test_rows_made_of_others_are_those_of_the_records_there_are():
+    """After new records: samebit bench step --rows training/,integrated/."""
+    held = {name: records.read(H200 / f"{name}.json") for name in ("rollout", "step")}
+    for case in api.load_suite("step").cases():
+        if case.derive is not None and case.name in held["step"]:
+            made = records.rounded(case.derive(held))
+            assert held["step"][case.name] == {"row": case.name, **made}, case.name

@@ -19,6 +19,7 @@ Call = Callable[[], object]
 Records = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """Rows by suite and name, as they are in the folder of the records."""
 NEAR = 0.05
+"""How far apart, in shares of their rooflines, the two arms of a ratio may be."""
 GROUPS = ("kernels", "rollout", "step")
 
 
@@ -58,8 +59,10 @@ class Target:
 
     rows: whole names or patterns, joined by |. more: larger is better. least: no single row may be worse
     (0: no such bound). reduce: `geomean` or `worst`. over: another row's name, whose field is divided by
-    the row's own (both times: how many times faster). near: a field in which the two may differ by
-    `NEAR` at most, or their ratio says nothing.
+    the row's own (both times: how many times faster). near: a field with the share of the roofline, which
+    both rows have; without `over`, the field of a row that is a ratio already, with the difference of its
+    arms' shares. Arms that are not
+    `comparable` by it have no verdict.
     """
 
     what: str
@@ -83,6 +86,14 @@ class Run:
     measured: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
+
+
+def comparable(points: float) -> bool:
+    """The one rule for a ratio of two arms: their shares of the roofline are within `NEAR`.
+
+    points: share of the first less that of the second; NaN, where one is not known, is no.
+    """
+    return abs(points) <= NEAR
 
 
 def suite_names() -> list[str]:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from samebit.bench.api import NEAR, Records
+from samebit.bench.api import NEAR, Records, comparable
 
 SEQUENCES = 256
 PROMPT = 128
@@ -73,11 +73,15 @@ def rollout_s(fit: list[float], length: int, places: int) -> float:
     return SEQUENCES / places * steps * step_ms / 1e3
 
 
-def _parts(held: Records, model: str, length: int, recipe: str) -> dict[str, Any]:
-    training = held["step"].get(f"micro/{model}/{length}/once", {})
-    if f"{recipe}_phase_s" not in training:
+def _phase_s(held: Records, model: str, length: int, recipe: str) -> float:
+    row = held["step"].get(f"micro/{model}/{length}/once", {})
+    if f"{recipe}_phase_s" not in row:
         raise ValueError(f"micro/{model}/{length}/once has no {recipe}: measure it first")
-    phase = training[f"{recipe}_phase_s"]
+    return row[f"{recipe}_phase_s"]
+
+
+def _parts(held: Records, model: str, length: int, recipe: str) -> dict[str, Any]:
+    phase = _phase_s(held, model, length, recipe)
     grid = {n: r for n, r in held["rollout"].items() if n.startswith(f"decode/{model}/{recipe}/")}
     fit, error = fit_decode(grid)
     places = at_once(model, recipe, length)
@@ -88,34 +92,67 @@ def _parts(held: Records, model: str, length: int, recipe: str) -> dict[str, Any
         "step_s": rollout + phase,
         "places": places,
         "decode_fit_error": error,
-        "roofline": [r["share_of_roofline"] for r in grid.values() if "share_of_roofline" in r],
     }
 
 
-def _judge(gap: float) -> str:
-    """What a distance in roofline shares says about a ratio of times."""
-    if abs(gap) <= NEAR:
-        return "yes"
-    nearer = "this recipe" if gap > 0 else BASE
-    return f"more than five roofline points apart: {nearer} is nearer to its own"
+def _judged(points: float, base: str) -> dict[str, Any]:
+    """The fields that say whether a ratio of times is one of even arms."""
+    nearer = "this recipe" if points > 0 else base
+    apart = (
+        f"no: more than {100 * NEAR:.0f} points of roofline apart, {nearer} is nearer to its own"
+    )
+    return {"roofline_points": points, "comparable": "yes" if comparable(points) else apart}
+
+
+def training_of(held: Records, model: str, length: int, recipe: str) -> dict[str, Any]:
+    """A training phase as a row: seconds, share of the data sheet's roofline, speed over the other arm.
+
+    The other arm is bf16-fast, and for bf16-fast the plain torch model.
+    """
+    from samebit.bench.training import roofline_share
+
+    base = "torch" if recipe == BASE else BASE
+    mine, theirs = (_phase_s(held, model, length, arm) for arm in (recipe, base))
+    share, other = (
+        roofline_share(model, arm, SEQUENCES, length, seconds)
+        for arm, seconds in ((recipe, mine), (base, theirs))
+    )
+    row = {"training_s": mine, "roofline": share, f"over_{base}": theirs / mine}
+    return row | _judged(share - other, base)
+
+
+def _decode_points(held: Records, model: str, recipe: str) -> float:
+    """Mean distance in roofline shares from bf16-fast over the sizes of the grid that both have."""
+
+    def shares(arm: str) -> dict[str, float]:
+        prefix = f"decode/{model}/{arm}/"
+        found = {
+            n.removeprefix(prefix): r for n, r in held["rollout"].items() if n.startswith(prefix)
+        }
+        return {
+            size: row["share_of_roofline"]
+            for size, row in found.items()
+            if LEAST_SEQUENCES <= int(size.split("x")[0]) <= SEQUENCES
+        }
+
+    mine, theirs = shares(recipe), shares(BASE)
+    gaps = [mine[size] - theirs[size] for size in mine if size in theirs]
+    return math.fsum(gaps) / len(gaps) if gaps else math.nan
 
 
 def step_of(held: Records, model: str, length: int, recipe: str) -> dict[str, Any]:
     """The fields of a row: seconds, and the speed over bf16-fast where that is there too.
 
-    comparable: whether the two decode grids are within five points of the roofline of one another.
+    roofline_points: the larger of the distances of the two parts, decode grid and training phase; a ratio
+    of sums is one of even arms only where both parts are.
     """
     row = _parts(held, model, length, recipe)
-    mine = row.pop("roofline")
     if recipe != BASE:
         base = _parts(held, model, length, BASE)
-        theirs = base.pop("roofline")
         row[f"over_{BASE}"] = base["step_s"] / row["step_s"]
         row[f"rollout_over_{BASE}"] = base["rollout_s"] / row["rollout_s"]
-        if mine and theirs:
-            gap = math.fsum(mine) / len(mine) - math.fsum(theirs) / len(theirs)
-            row["roofline_points"] = gap
-            row["comparable"] = (
-                "yes" if abs(gap) <= NEAR else "more than five roofline points apart"
-            )
+        decode = _decode_points(held, model, recipe)
+        training = training_of(held, model, length, recipe)["roofline_points"]
+        row |= {"decode_points": decode, "training_points": training}
+        row |= _judged(decode if math.isnan(decode) else max(decode, training, key=abs), BASE)
     return row

@@ -18,6 +18,7 @@ from samebit.models.decoder import Decoder
 from samebit.models.load import plan_for, share_masters
 from samebit.quant.plan import load_recipe
 from samebit.rl.registry import load_algorithm, load_correction
+from samebit.train.roofline import CARDS, counted_seconds
 from samebit.train.step import Trainer
 from samebit.types import Group, Prompt, Sample
 
@@ -64,6 +65,16 @@ def random_decoder(config: ModelConfig, recipe: str, owner: Decoder | None = Non
                 parameter.normal_(0.0, 0.02, generator=generator)
     model.refresh()
     return model
+
+
+def roofline_share(model: str, recipe: str, sequences: int, length: int, seconds: float) -> float:
+    """Share of an H200's data sheet that a training phase of `seconds` reaches (recipe `torch`: as `bf16`)."""
+    config = MODELS[model]
+    plan = plan_for(load_recipe("bf16" if recipe == "torch" else recipe), config)
+    rows, pairs = sequences * length, sequences * length * (length + 1) // 2
+    predicted = sequences * (length + 1 - PROMPT)
+    least = counted_seconds(CARDS["NVIDIA H200"], config, plan, rows, pairs, predicted)
+    return sum(least.values()) / seconds
 
 
 def settings(tokens: int, length: int, recompute: str) -> Config:

@@ -8,13 +8,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from samebit.bench.targets import LEGEND
 from samebit.cli.arguments import Arguments, Option, expect, help_text, parse
 
 USAGE = "samebit bench kernels|rollout|step|SUITE [--rows PATTERN] [--seconds N] [--out DIR]"
 ABOUT = (
     "Measures row by row on a Hopper GPU, beside the library and the roofline, and keeps one JSON\n"
     "record a row in DIR: a row measured again replaces its record, so short commands add up. Prints\n"
-    "the target table at the end. Correctness is the tests' business, not this command's."
+    "the target table at the end. Correctness is the tests' business, not this command's.\n\n"
+    f"Its columns:\n{LEGEND}"
 )
 OPTIONS = (
     Option("rows", "PATTERN[,PATTERN]", "only rows whose name holds or matches a pattern"),
@@ -45,6 +47,7 @@ def run(args: Sequence[str]) -> int:
             print(f"{suite:12s} {case.name}")
         return 0
     if found.flag("table"):
+        _require_records(suites, out)
         _print_table(suites, out)
         return 0
     cases = list(api.every_case(suites, patterns, found.flag("targets")))
@@ -63,6 +66,18 @@ def _require_gpu(name: str) -> None:
         raise ValueError(
             f"samebit bench {name} measures a Hopper GPU, and here {missing}. --table prints the "
             "records there are; CPU rollout speed is bench/rollout.py's"
+        )
+
+
+def _require_records(suites: dict[str, ModuleType], out: Path) -> None:
+    """ValueError naming the folder where it holds none of the suites' records."""
+    from samebit.bench import api
+
+    names = [api.file_name(name, suite) for name, suite in suites.items()]
+    if not any((out / name).exists() for name in names):
+        raise ValueError(
+            f"{out.absolute()} holds none of {', '.join(names)}: run in a checkout of the repository, "
+            "or name a folder of records with --out"
         )
 
 
@@ -126,6 +141,7 @@ def _print_table(suites: dict[str, ModuleType], out: Path) -> None:
         known = [case.name for case in suite.cases()]
         lines += [targets.evaluate(t, held, known) for t in getattr(suite, "TARGETS", ())]
     if lines:
+        print(f"records: {out.absolute()}")
         print(targets.table(lines))
     else:
         print("no targets are stated for this suite; the records say what was measured")

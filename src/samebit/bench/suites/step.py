@@ -4,9 +4,10 @@ A row `micro/...` is one micro-batch (forward, GRPO loss on random advantages, b
 turn, at two depths: their difference is a layer, the rest is embedding, head and loss. `full_ms` is the
 whole depth made of these, `phase_s` 256 sequences with one optimiser step and requantising. `layer_mib`
 is what a layer adds to the peak of memory. Rows `whole/...` run all layers, rows `step/...` a whole
-RL step of a small model, rows `integrated/...` add the decode grid to the training phase and measure
-nothing. MODE `once`: no product is made twice in any arm (FP8 arms make their codes again, BF16 arms
-keep all they read); else it is train.recompute.
+RL step of a small model. Two kinds measure nothing and are made of the others: `training/...` holds the
+ratios of `micro/...` beside the arms' distance in roofline shares, `integrated/...` adds the decode grid
+to the training phase. MODE `once`: no product is made twice in any arm (FP8 arms make their codes again,
+BF16 arms keep all they read); else it is train.recompute.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ def _whole_name(recipe: str, tokens: int, mode: str) -> str:
 
 def _step_target(what: str, recipe: str, must: float, aim: float, lengths: str = "*") -> Target:
     return Target(f"whole step, {what}", "step", f"integrated/*/{lengths}/{recipe}", "over_bf16-fast",
-                  must, aim, reduce="worst")  # fmt: skip
+                  must, aim, reduce="worst", near="roofline_points")  # fmt: skip
 
 
 TARGETS = (
-    Target("training phase, fp8 over bf16-fast", "step", "micro/*/once", "fp8_over_bf16-fast", 1.25,
-           1.45, reduce="worst"),
-    Target("training phase, bf16-fast over a plain torch BF16 step", "step", "micro/*/once",
-           "bf16-fast_over_torch", 0.97, 1.1, reduce="worst"),
+    Target("training phase, fp8 over bf16-fast", "step", "training/*/fp8", "over_bf16-fast", 1.25,
+           1.45, reduce="worst", near="roofline_points"),
+    Target("training phase, bf16-fast over a plain torch BF16 step", "step", "training/*/bf16-fast",
+           "over_torch", 0.97, 1.1, reduce="worst", near="roofline_points"),
     _step_target("fp8-kv over bf16-fast", "fp8-kv", 1.3, 1.5),
     _step_target("fp8 over bf16-fast, 2,048 tokens", "fp8", 1.16, 1.3, "2048"),
     _step_target("same-bits bf16 over bf16-fast", "bf16", 0.9, 1.0),
@@ -61,7 +62,7 @@ TARGETS = (
 
 
 def cases() -> Iterator[Case]:
-    """micro/MODEL/LENGTH/MODE, whole/MODEL/LENGTH/TOKENS/RECIPE/MODE, step/... and integrated/..."""
+    """micro/MODEL/LENGTH/MODE, whole/MODEL/LENGTH/TOKENS/RECIPE/MODE, step/..., training/..., integrated/..."""
     from samebit.bench import integrate
 
     yield from _micro_cases("qwen3-8b")
@@ -76,6 +77,10 @@ def cases() -> Iterator[Case]:
             warm=lambda r=recipe: warm_step("qwen3-0.6b", r),
         )
     for row in itertools.product(("qwen3-8b", "llama-3.1-8b"), (2048, 8192), RECIPES):
+        yield Case(
+            "training/{}/{}/{}".format(*row),
+            derive=lambda held, a=row: integrate.training_of(held, *a),
+        )
         yield Case(
             "integrated/{}/{}/{}".format(*row),
             derive=lambda held, a=row: integrate.step_of(held, *a),
@@ -201,10 +206,7 @@ def _optimiser(arms: dict[str, Any], model: str) -> dict[str, Any]:
 def _phases(out: dict[str, Any], arms: dict[str, Any], model: str, length: int) -> None:
     """phase_s of 256 sequences, MFU, share of the data sheet's roofline, and the ratios between arms."""
     from samebit.bench import training
-    from samebit.models.load import plan_for
-    from samebit.quant.plan import load_recipe
     from samebit.train.flops import PEAK_BF16, forward_flops
-    from samebit.train.roofline import CARDS, counted_seconds
 
     rows = SEQUENCES * length
     pairs = SEQUENCES * length * (length + 1) // 2
@@ -216,10 +218,7 @@ def _phases(out: dict[str, Any], arms: dict[str, Any], model: str, length: int) 
         phase = (packs * out[f"{name}_full_ms"] + out.get("optimizer_ms", 0.0) + refresh) / 1e3
         out[f"{name}_phase_s"] = phase
         out[f"{name}_mfu"] = flops / phase / PEAK_BF16["NVIDIA H200"]
-        plan = plan_for(load_recipe("bf16" if name == "torch" else name), training.MODELS[model])
-        shape = (training.MODELS[model], plan, rows, pairs, predicted)
-        least = counted_seconds(CARDS["NVIDIA H200"], *shape)
-        out[f"{name}_roofline"] = sum(least.values()) / phase
+        out[f"{name}_roofline"] = training.roofline_share(model, name, SEQUENCES, length, phase)
     for one, other in (
         ("fp8", "bf16-fast"),
         ("fp8-kv", "bf16-fast"),
