@@ -51,7 +51,7 @@ def together(values: Iterable[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def gemm() -> str:
+def gemm(sizes: Iterable[int] = (16, 128, 512, 8192, 32768)) -> str:
     """Ratios to cuBLAS BF16 by rows of the activations: the mean over the four linears, the lowest."""
     records = rows("kernels_gemm")
     operators = {
@@ -61,7 +61,7 @@ def gemm() -> str:
         "bf16": "BF16, same bits",
     }
     lines = []
-    for tokens in (16, 128, 512, 8192, 32768):
+    for tokens in sizes:
         line = [f"{tokens:,}"]
         for operator in operators:
             names = [f"{operator}/8B.{shape}/{tokens}" for shape in ("qkv", "o", "gate_up", "down")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -33,11 +34,23 @@ def test_the_map_lists_what_there_is():
         assert list(package.glob(name.rstrip("/"))) or (ROOT / name).exists(), name
 
 
-def test_tables_say_what_the_records_say():
-    """After new records: python bench/readme.py."""
+def script() -> ModuleType:
     spec = importlib.util.spec_from_file_location("readme", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_say_what_the_records_say():
+    """After new records: python bench/readme.py."""
+    module = script()
     assert module.rendered(TEXT) == TEXT
     assert module.rendered(TEXT.replace("| 16 | ", "| 17 | ")) == TEXT
+
+
+def test_the_page_on_products_says_what_the_records_say():
+    text = (ROOT / "docs" / "kernels-gemm.md").read_text(encoding="utf-8")
+    assert script().gemm((16, 32, 64, 128, 256, 512, 4096, 8192, 32768)) in text
+    for row in script().rows("kernels_backward").values():
+        assert f"{row['ours_us']:,.0f} ({row['ratio']:.2f})" in text, row["row"]

@@ -87,6 +87,6 @@ def needs_task(config: Config) -> TaskSection:
     if config.task.name == "none":
         raise ValueError(
             f"{config.model!r} is no run folder, checkpoint or TOML file, and a bare model has no "
-            "task; give one of them"
+            f"task; samebit eval FILE.toml --model {config.model} takes the file's task"
         )
     return config.task
