@@ -116,6 +116,11 @@ def change(kind: str, held: dict[str, torch.Tensor]) -> None:
         del held[f"{GATE}_scale_inv"]
     elif kind == "bf16":
         held[GATE] = codes.bfloat16()
+    elif kind == "nan":
+        codes.view(torch.uint8)[:128, :128] = 0x7F
+        scale[0, 0] = float("nan")
+    elif kind == "negative":
+        scale[0, 0] *= -1
     else:
         held[f"{GATE}_scale_inv"] = scale[:1]
 
@@ -127,6 +132,8 @@ def change(kind: str, held: dict[str, torch.Tensor]) -> None:
         ("codes", rf"{GATE}: .* of 6 scales are not what the FP32 master of any matrix"),
         ("no scale", rf"no tensor '{GATE}_scale_inv'"),
         ("bf16", rf"{GATE} is torch.bfloat16 with torch.float32 scales"),
+        ("nan", rf"{GATE}: a code is NaN; fetch the folder again"),
+        ("negative", rf"{GATE}: a scale is not finite and positive; fetch"),
         ("shape", rf"{GATE}_scale_inv has shape \[1, 2\], config.json asks for \[3, 2\]"),
     ],
 )
@@ -136,6 +143,19 @@ def test_codes_that_no_master_has_are_refused(tmp_path, kind, said):
     held = load_file(folder / "model.safetensors")
     change(kind, held)
     save_file(held, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=said):
+        load_model(folder, load_recipe("fp8"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8], ids=["e4m3", "uint8"])
+@pytest.mark.parametrize("name", ["lm_head", "model.norm", "model.embed_tokens"])
+def test_codes_of_what_is_not_quantised_are_refused(tmp_path, name, dtype):
+    source = tiny_folder(tmp_path / "source", "llama", layers=1, tied=False)
+    folder = export(trained(source, "fp8"), source, tmp_path / "out")
+    held = load_file(folder / "model.safetensors")
+    held[f"{name}.weight"] = held[f"{name}.weight"].to(dtype)
+    save_file(held, folder / "model.safetensors")
+    said = rf"out: {name}\.weight is {dtype}; of an FP8 export only the linears of the blocks are codes"
     with pytest.raises(ValueError, match=said):
         load_model(folder, load_recipe("fp8"))
 

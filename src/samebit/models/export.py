@@ -170,11 +170,9 @@ def _check_quantised(name: str, matrix: QuantisedMatrix, shape: tuple[int, ...] 
             f"{name}: scales are {scales.dtype} {list(scales.shape)}, expected float32 "
             f"{list(blocks)}"
         )
-    # 0x7F and 0xFF are E4M3's two NaNs.
-    if ((codes.view(torch.uint8) & 0x7F) == 0x7F).any():
-        raise ValueError(f"{name}: a code is NaN; this model is not exported")
-    if not (torch.isfinite(scales).all() and (scales > 0).all()):
-        raise ValueError(f"{name}: a scale is not finite and positive; this model is not exported")
+    fault = matrix.fault()
+    if fault is not None:
+        raise ValueError(f"{name}: {fault}; this model is not exported")
 
 
 def _as_is(name: str, tensor: torch.Tensor) -> TensorSource:

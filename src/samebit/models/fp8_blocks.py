@@ -30,6 +30,15 @@ class QuantisedMatrix:
     codes: torch.Tensor
     scales: torch.Tensor
 
+    def fault(self) -> str | None:
+        """What no quantiser gives for finite weights, in words; None where there is none."""
+        # 0x7F and 0xFF are E4M3's two NaNs.
+        if ((self.codes.view(torch.uint8) & 0x7F) == 0x7F).any():
+            return "a code is NaN"
+        if not (torch.isfinite(self.scales).all() and (self.scales > 0).all()):
+            return "a scale is not finite and positive"
+        return None
+
 
 def scale_name(weight: str) -> str:
     """What a folder calls the scales of a weight; despite the name they multiply to dequantise."""

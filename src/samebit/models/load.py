@@ -20,7 +20,7 @@ from samebit.models.fp8_blocks import (
     require_blocks,
     scale_name,
 )
-from samebit.models.weights import CheckpointReader
+from samebit.models.weights import READABLE, CheckpointReader
 from samebit.quant.plan import Plan, load_recipe, recipe_names, resolve
 from samebit.spec import Recipe
 
@@ -69,8 +69,8 @@ def load_model(folder: str | Path, recipe: Recipe, device: torch.device | str = 
     """Build the folder's model under `recipe`, read its weights into the masters, refresh once.
 
     A folder of FP8 codes and scales gives masters that quantise to them, bit for bit. ValueError naming
-    file and tensor for anything missing, of another shape, or not understood, and for FP8 codes that
-    the recipe does not sample with.
+    file and tensor for anything missing, of another shape, or not understood, for codes that are NaN or
+    of a tensor that is not quantised, and for FP8 codes that the recipe does not sample with.
     """
     config = read_config(folder)
     if config.fp8_blocks:
@@ -84,7 +84,7 @@ def load_model(folder: str | Path, recipe: Recipe, device: torch.device | str = 
         if name in blocks:
             master.copy_(master_of(_read_blocks(reader, name, master.shape)))
         else:
-            master.copy_(reader.read(name, tuple(master.shape)))
+            master.copy_(_read_plain(reader, name, master.shape))
     ignored = {"lm_head.weight"} if config.tied else set()
     ignored |= {scale_name(name) for name in blocks}
     unknown = [
@@ -107,8 +107,18 @@ def load_model(folder: str | Path, recipe: Recipe, device: torch.device | str = 
     return model
 
 
+def _read_plain(reader: CheckpointReader, name: str, shape: torch.Size) -> torch.Tensor:
+    """A tensor that is no block linear; codes of one would be read as if they were its values."""
+    if reader.dtype(name) not in READABLE:
+        raise ValueError(
+            f"{reader.folder}: {name} is {reader.dtype(name)}; of an FP8 export only the linears of the "
+            "blocks are codes, so export it again or give the unquantised checkpoint"
+        )
+    return reader.read(name, tuple(shape))
+
+
 def _read_blocks(reader: CheckpointReader, name: str, shape: torch.Size) -> QuantisedMatrix:
-    """Codes and scales of a linear, dtypes and shapes checked."""
+    """Codes and scales of a linear, dtypes, shapes and finiteness checked."""
     codes = reader.read(name, tuple(shape))
     scales = reader.read(scale_name(name), tuple(-(-n // BLOCK) for n in shape))
     if codes.dtype != E4M3.dtype or scales.dtype != torch.float32:
@@ -116,7 +126,13 @@ def _read_blocks(reader: CheckpointReader, name: str, shape: torch.Size) -> Quan
             f"{reader.folder}: {name} is {codes.dtype} with {scales.dtype} scales; every linear of an "
             f"FP8 export is {E4M3.dtype} with torch.float32 scales"
         )
-    return QuantisedMatrix(codes, scales)
+    matrix = QuantisedMatrix(codes, scales)
+    fault = matrix.fault()
+    if fault is not None:
+        raise ValueError(
+            f"{reader.folder}: {name}: {fault}; fetch the folder again or give the unquantised checkpoint"
+        )
+    return matrix
 
 
 def _warn_of_another_recipe(folder: str | Path, exported: str, recipe: Recipe) -> None:

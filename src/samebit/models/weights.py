@@ -28,7 +28,9 @@ INDEX_FILE = "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
-_READABLE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_PLAIN = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+READABLE = frozenset(_PLAIN.values())
+"""What holds values, not codes."""
 _CODES = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
 _WRITABLE = {
     torch.bfloat16: "BF16",
@@ -51,7 +53,7 @@ class CheckpointReader:
 
     def __init__(self, folder: str | Path, codes: bool = False) -> None:
         self.folder = Path(folder)
-        self._readable = _READABLE | (_CODES if codes else {})
+        self._readable = _PLAIN | (_CODES if codes else {})
         self._files: dict[str, Any] = {}
         self._where = self._read_index()
         self._shapes: dict[str, tuple[int, ...]] = {}
