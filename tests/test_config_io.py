@@ -88,6 +88,10 @@ def test_overrides_of_every_kind(base: Path):
 
 def test_a_correction_by_name_replaces_the_whole_table(base: Path):
     assert load(base, [("rl.correction", "none")]).rl.correction == {"name": "none"}
+    inline = [("rl.correction", '{name = "mis", low = 0.25}')]
+    assert load(base, inline).rl.correction == {"name": "mis", "low": 0.25}
+    with pytest.raises(ValueError, match=r"command line: --rl.correction: .* name is missing"):
+        load(base, [("rl.correction", "{cap = 3}")])
     both = [("rl.correction.level", "sequence")]
     assert load(base, both).rl.correction == {"name": "tis", "cap": 2.0, "level": "sequence"}
 
@@ -171,6 +175,9 @@ def test_spellings_of_other_tools(base: Path):
         ("train.warmup_steps", "200", "is more than train.steps = 100"),
         ("rollout.top_p", "0.0", "must be above 0 and at most 1"),
         ("rollout.cache_tokens", "256", "use more than 256"),
+        ("train.lr.x", "1", "train.learning_rate = {'x': 1} must be a number, not a table"),
+        ("train.memory_gib", "1e300", "= 1e+300 must be between 0 and 1,000,000 (GiB"),
+        ("rl.correction.name", "3", "rl.correction.name = 3 must be a name, such as none or tis"),
     ],
 )  # fmt: skip
 def test_a_bad_key_is_refused_by_file_and_by_option(

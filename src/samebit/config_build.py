@@ -102,7 +102,8 @@ def _convert(value: Any, hint: Any, where: str, origin: Origin) -> Any:
         return {k: _convert(v, item, f"{where}.{k}", origin) for k, v in value.items()}
     if hint is Any:
         return plain(value)
-    raw = value.value(hint is str or kind is Literal) if isinstance(value, Override) else value
+    text_wanted = hint is str or kind is Literal
+    raw = value.value(text_wanted) if isinstance(value, Override) else plain(value)
     try:
         found = convert(raw, hint, where)
     except ValueError as error:

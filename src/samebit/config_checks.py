@@ -25,6 +25,10 @@ _MOST = 10**7
 """More prompts, samples or tokens than a step can hold: a slip of the keyboard, not a wish."""
 
 
+_MOST_GIB = 10**6
+"""More than any device has, and its bytes are still a number."""
+
+
 def _count(v: int) -> bool:
     return 1 <= v <= _MOST
 
@@ -76,7 +80,10 @@ _RULES: dict[str, _Rule] = {
     "train.weight_decay": _least(0),
     "train.max_grad_norm": _least(0),
     "train.micro_batch_tokens": _least(1),
-    "train.memory_gib": _least(0),
+    "train.memory_gib": (
+        (lambda v: 0 <= v <= _MOST_GIB),
+        f"must be between 0 and {_MOST_GIB:,} (GiB of one device; 0: 95 % of what is free)",
+    ),
     "train.profile_step": _least(0),
     "train.invariant_scale": _POSITIVE,
     "eval.every": _least(0),
@@ -143,9 +150,12 @@ def _check_tables(config: Config, origin: Origin) -> None:
             raise ValueError(f"{where}: unknown role; known: {', '.join(_ROLES)}")
         if factor < 0:
             raise ValueError(f"{where} = {factor!r} must be at least 0")
-    correction = config.rl.correction
-    if not isinstance(correction.get("name"), str):
-        source = origin.of("rl.correction")
+    correction, source = config.rl.correction, origin.of("rl.correction.name")
+    if "name" not in correction:
         raise ValueError(
             f'{source}: rl.correction: name is missing; add `name = "none"` (or tis, mis, acr, ...)'
+        )
+    if not isinstance(correction["name"], str):
+        raise ValueError(
+            f"{source}: rl.correction.name = {correction['name']!r} must be a name, such as none or tis"
         )

@@ -90,12 +90,14 @@ def _renamed(table: Mapping[str, Any], section: str, origin: str) -> Iterator[tu
 
 
 def _expand_correction(table: dict[str, Any]) -> dict[str, Any]:
-    """`correction = "tis"` is short for a table of that name and nothing else."""
+    """`correction = "tis"` is short for a table of that name and nothing else; so is an option's table."""
     rl = table.get("rl")
     if isinstance(rl, dict) and "correction" in rl:
         value = rl["correction"]
-        text = value.value(True) if isinstance(value, Override) else value
-        if isinstance(text, str):
+        if isinstance(value, Override):
+            given = value.value(False)
+            rl["correction"] = _Whole(given if isinstance(given, dict) else {"name": value})
+        elif isinstance(value, str):
             rl["correction"] = _Whole(name=value)
     return table
 

@@ -36,15 +36,17 @@ class Origin:
 
         Such a message knows no dotted key: an option is meant where the text has its key (`key = 1`,
         'key', ...; also our name of another tool's key) or a text that it gave, such as a name or a
-        path. sections: those whose keys the message can be about.
+        path. Of an unknown key only the option that set it is. sections: those whose keys the message
+        can be about.
         """
         # What a message proposes is not what it complains of.
         problem = re.split(r"; (?:did you mean|known|use|set)\b", text)[0]
+        by_value = "unknown key" not in problem
         return self._options_or_file(
             option
             for key, option in self.options.items()
             if key.split(".")[0] in sections
-            and (_has_key(problem, key) or _has_value(problem, key, config))
+            and (_has_key(problem, key) or (by_value and _has_value(problem, key, config)))
         )
 
     def _setter(self, key: str) -> str | None:
@@ -67,10 +69,15 @@ def _has_key(text: str, key: str) -> bool:
 def _has_value(text: str, key: str, config: Config) -> bool:
     value = _value(config, key)
     given = value if isinstance(value, (list, tuple)) else (value,)
-    return any(
-        isinstance(item, str) and item and re.search(rf"(?<!\w){re.escape(item)}(?!\w)", text)
-        for item in given
-    )
+    return any(isinstance(item, str) and item and _has_text(text, key, item) for item in given)
+
+
+def _has_text(text: str, key: str, item: str) -> bool:
+    """Whether `text` shows `item`; a plain word, such as the task `file`, quoted or after its key."""
+    shown = rf"(?<![\w./-]){re.escape(item)}(?!\.?[\w/-])"
+    if re.fullmatch(r"\w+", item):
+        shown = rf"'{item}'|\b(?:{'|'.join(map(re.escape, key.split('.')))}) {shown}"
+    return re.search(shown, text) is not None
 
 
 def _value(config: Config, key: str) -> Any:
