@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import torch
 
 from samebit.config import Config
+from samebit.engine.api import load_engine
 from samebit.engine.native import AUTO_CACHE_SHARE
-from samebit.models.config import read_config
-from samebit.models.load import plan_for
+from samebit.engine.requests import check_stop_ids
+from samebit.models.config import ModelConfig
+from samebit.models.load import config_under, plan_for
 from samebit.models.source import resolve
+from samebit.models.tokenizer import Tokenizer
 from samebit.quant.flow import is_unified
 from samebit.quant.ops import get_ops, missing_for_cuda
 from samebit.quant.plan import load_recipe
@@ -58,6 +62,7 @@ class Checks:
         ):
             log.warning("%s", warning)
         self._check_partial(config)
+        load_engine(config.rollout.engine)
         self.task = load_task(config.task.name, config.task.options, config.seed)
 
     def _check_partial(self, config: Config) -> None:
@@ -76,6 +81,12 @@ class Checks:
                 f"(max_sampling_rounds = {self.algorithm.max_sampling_rounds}): set "
                 "rl.options.max_sampling_rounds = 1, or partial_tokens = 0"
             )
+
+    def model_of(self, folder: Path) -> ModelConfig:
+        """The folder's model; ValueError where recipe or sampling are not for it."""
+        model = config_under(self.recipe, folder)
+        check_stop_ids(self.sampling, model)
+        return model
 
 
 def choose_device(config: Config) -> torch.device:
@@ -105,8 +116,8 @@ def available_memory(config: Config, device: torch.device) -> int | None:
 def planned_memory(
     config: Config, checks: Checks, folder: Path, available: int | None = None
 ) -> MemoryPlan:
-    """What the run will take, from the model's shape alone."""
-    model = read_config(folder)
+    """What the run will take, from the model's shape alone; errors as `Checks.model_of`."""
+    model = checks.model_of(folder)
     needs = checks.algorithm.needs | checks.correction.needs
     plan = plan_for(checks.recipe, model)
     return plan_memory(model, plan, config, frozenset(needs), available)
@@ -130,15 +141,17 @@ def describe_memory(config: Config, memory: MemoryPlan, available: int | None) -
 def foresee(config: Config) -> Iterator[str]:
     """Lines for people: the device, the model and the memory of a run that is not made.
 
-    ValueError where the run itself would be refused: a device or a model that is not there.
+    ValueError where the run itself would be refused: a device or a model that is not there, or a model
+    that recipe, sampling or task do not go with.
     """
     checks = Checks(config)
-    checks.task.close()
-    device = choose_device(config)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "reference kernels"
-    yield f"device: {device} ({name})"
-    folder = resolve(config.model)
-    model = read_config(folder)
+    with closing(checks.task):
+        device = choose_device(config)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "reference kernels"
+        yield f"device: {device} ({name})"
+        folder = resolve(config.model)
+        model = checks.model_of(folder)
+        checks.task.bind(Tokenizer(folder, model))
     count = parameter_count(model, plan_for(checks.recipe, model))
     yield f"model: {model.family} with {count:,} parameters in {folder}"
     available = available_memory(config, device)

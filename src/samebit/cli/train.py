@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from samebit.cli.arguments import Option, expect, parse
 from samebit.cli.keys import key_help
-from samebit.cli.validate import validate
+from samebit.cli.validate import check_model, validate
 from samebit.config import Config
 from samebit.config_io import load, origin_of
 from samebit.reporter import Reporter, last_line
@@ -39,7 +39,9 @@ def run(args: Sequence[str]) -> int:
         return 0
     (path,) = expect(found, ["FILE"], USAGE)
     config = load(path, found.overrides)
-    validate(config, origin_of(path, found.overrides))  # the loop repeats its warnings
+    origin = origin_of(path, found.overrides)
+    validate(config, origin)  # the loop repeats its warnings
+    check_model(config, origin)
     if found.flag("dry-run"):
         return _say_what_would_run(config)
     from samebit.loop import train

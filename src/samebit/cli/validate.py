@@ -22,6 +22,7 @@ def validate(config: Config, origin: Origin) -> list[str]:
     """
     import torch
 
+    from samebit.engine.api import load_engine
     from samebit.quant.flow import is_unified
     from samebit.quant.ops import get_ops
     from samebit.quant.plan import load_recipe
@@ -47,12 +48,25 @@ def validate(config: Config, origin: Origin) -> list[str]:
             config.rl.group_size,
             config.rl.epochs * config.rl.mini_batches,
         )
+    with blame("rollout", ["rollout"]):
+        load_engine(config.rollout.engine)
     if config.run.device != "auto":
         with blame("run", ["run"]):
             get_ops(torch.device(config.run.device))
     with blame("task", ["task", "seed"]):
         load_task(config.task.name, config.task.options, config.seed).close()
     return warnings
+
+
+def check_model(config: Config, origin: Origin) -> None:
+    """ValueError naming the source of `model` where that names nothing.
+
+    Apart from `validate`, as a study makes its warm-up's model later.
+    """
+    from samebit.models.source import check_name
+
+    with _blamed(config, origin, "", ["model"]):
+        check_name(config.model)
 
 
 @contextmanager

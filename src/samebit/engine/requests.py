@@ -133,6 +133,16 @@ def begin(
     ]
 
 
+def check_stop_ids(sampling: Sampling, config: ModelConfig) -> None:
+    """ValueError for an end id that the model cannot draw."""
+    unknown = sorted(i for i in sampling.stop_ids if not 0 <= i < config.tokenizer_size)
+    if unknown:
+        raise ValueError(
+            f"rollout.stop_ids holds {unknown[0]}; the tokenizer's ids go from 0 to "
+            f"{config.tokenizer_size - 1}, so it could never be drawn"
+        )
+
+
 def states_of(
     groups: Sequence[Group],
     sampling: Sampling,
@@ -152,12 +162,7 @@ def states_of(
         raise ValueError(f"stop strings {sampling.stop} need a tokenizer; give the engine one")
     for group in groups:
         _check_prompt(group.prompt, config)
-    unknown = sorted(i for i in sampling.stop_ids if not 0 <= i < config.tokenizer_size)
-    if unknown:
-        raise ValueError(
-            f"rollout.stop_ids holds {unknown[0]}; the tokenizer's ids go from 0 to "
-            f"{config.tokenizer_size - 1}, so it could never be drawn"
-        )
+    check_stop_ids(sampling, config)
     stop_ids = frozenset(config.eos_ids) | frozenset(sampling.stop_ids)
     if tokenizer is not None:
         stop_ids |= frozenset(tokenizer.stop_ids)

@@ -38,6 +38,14 @@ def family_names(config: ModelConfig) -> dict[str, str]:
     return module.names(config)
 
 
+def config_under(recipe: Recipe, folder: str | Path) -> ModelConfig:
+    """The folder's configuration; ValueError where the recipe does not sample with weights it holds."""
+    config = read_config(folder)
+    if config.fp8_blocks:
+        require_blocks(recipe, f"{folder} holds FP8 codes and scales")
+    return config
+
+
 def _block_parameters(block: Block) -> Iterator[tuple[str, torch.Tensor]]:
     for name in ("norm_attention", "norm_mlp", "query_norm", "key_norm"):
         gain = getattr(block, name)
@@ -72,9 +80,8 @@ def load_model(folder: str | Path, recipe: Recipe, device: torch.device | str = 
     file and tensor for anything missing, of another shape, or not understood, for codes that are NaN or
     of a tensor that is not quantised, and for FP8 codes that the recipe does not sample with.
     """
-    config = read_config(folder)
+    config = config_under(recipe, folder)
     if config.fp8_blocks:
-        require_blocks(recipe, f"{folder} holds FP8 codes and scales")
         _warn_of_another_recipe(folder, config.exported_recipe, recipe)
     model = Decoder(config, plan_for(recipe, config), device)
     reader = CheckpointReader(folder, codes=config.fp8_blocks)

