@@ -215,6 +215,10 @@ def test_export_in_both_forms(made: tuple[str, str], capsys: Any, tmp_path: Path
     assert "BF16 weights are another policy" in capsys.readouterr().err
     assert main(["export", run, str(tmp_path / "fp8"), "--fp8"]) == 0
     assert "another policy" not in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "fp8"), str(tmp_path / "plain")]) == 0
+    assert "fp8 is a policy of fp8; its BF16 weights are another" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "plain"), str(tmp_path / "again")]) == 0
+    assert "another policy" not in capsys.readouterr().err
     name = "model.layers.0.mlp.down_proj.weight"
     with safe_open(tmp_path / "bf16" / "model.safetensors", "pt") as file:
         plain = file.get_tensor(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from samebit.cli.arguments import Option, expect, help_text, parse
 from samebit.cli.policy import find_target, load_policy
@@ -45,15 +46,29 @@ def run(args: Sequence[str]) -> int:
 
             masters = fold_back(masters, model.config, s)
         print(export_bf16(out, source, masters))
-        trained = load_recipe(target.config.recipe)
-        if target.checkpoint is not None and is_unified(trained) and trained.quantised:
-            print(
-                f"the run was trained as {trained.name}; its BF16 weights are another policy: "
-                f"compare them by samebit eval {name} --recipe {trained.name},bf16",
-                file=sys.stderr,
-            )
+        own = load_recipe(target.config.recipe)
+        if is_unified(own) and own.quantised:
+            _say_what_bf16_is(name, own.name, target.checkpoint is not None, source)
         return 0
     quantised = quantised_matrices(model, family_names(model.config))
     rest = {name: tensor for name, tensor in masters.items() if name not in quantised}
     print(export_fp8(out, source, rest, quantised, recipe))
     return 0
+
+
+def _say_what_bf16_is(name: str, recipe: str, trained: bool, source: Path) -> None:
+    """Warn where a policy of a quantised recipe was written in BF16: a run's, or an FP8 folder's."""
+    from samebit.models.config import read_config
+
+    if read_config(
+        source
+    ).fp8_blocks:  # bf16 cannot be compared with: such a folder has no other weights
+        print(
+            f"{name} is a policy of {recipe}; its BF16 weights are another policy", file=sys.stderr
+        )
+    elif trained:
+        print(
+            f"the run was trained as {recipe}; its BF16 weights are another policy: "
+            f"compare them by samebit eval {name} --recipe {recipe},bf16",
+            file=sys.stderr,
+        )
