@@ -27,10 +27,14 @@ LENGTHS = (2048, 8192)
 APART = "\N{DAGGER}"
 
 
+def read(path: Path) -> dict[str, Any]:
+    """A file of records; {} where there is none."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
 def rows(name: str) -> Rows:
     """Records of a suite by row."""
-    found = json.loads((H200 / f"{name}.json").read_text(encoding="utf-8"))["rows"]
-    return {row["row"]: row for row in found}
+    return {row["row"]: row for row in read(H200 / f"{name}.json").get("rows", ())}
 
 
 def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
@@ -67,7 +71,8 @@ def gemm(sizes: Iterable[int] = (16, 128, 512, 8192, 32768)) -> str:
             names = [f"{operator}/8B.{shape}/{tokens}" for shape in ("qkv", "o", "gate_up", "down")]
             ratios = [records[n]["ratio"] for n in names if n in records]
             line.append(f"{mean(ratios):.2f} ({min(ratios):.2f})" if len(ratios) == 4 else "")
-        lines.append(line)
+        if any(line[1:]):
+            lines.append(line)
     return table(["tokens", *operators.values()], lines)
 
 
@@ -78,8 +83,10 @@ def ratio(records: Rows, row: str, value: float) -> str:
 
 
 def caveat(records: Rows) -> str:
-    """What the mark means, and which way it moves the ratios that have it."""
+    """What the mark means, and which way it moves the ratios that have it; empty where none has."""
     points = [r["roofline_points"] for r in records.values() if r.get("comparable", "yes") != "yes"]
+    if not points:
+        return ""
     nearer = " In each of them `bf16-fast` is the nearer one: even arms would give more."
     return (
         f"{APART} Not comparable by our own rule: the two arms are more than five points of their "
@@ -166,13 +173,11 @@ def steps(records: Rows) -> Iterable[list[str]]:
 def models() -> str:
     """Whole models and what they are made of."""
     gradient = [r["ratio"] for n, r in rows("kernels_backward").items() if n.startswith("fp8/8B.")]
-    lines = [
-        [
-            "input and weight gradient of a linear, quantising included, 8,192 tokens, over cuBLAS BF16",
-            f"{mean(gradient):.2f}x (lowest {min(gradient):.2f}x)",
-            "`kernels_backward.json`",
-        ]
-    ]
+    lines = []
+    if gradient:
+        what = "input and weight gradient of a linear, quantising included, 8,192 tokens, over cuBLAS BF16"
+        over = f"{mean(gradient):.2f}x (lowest {min(gradient):.2f}x)"
+        lines.append([what, over, "`kernels_backward.json`"])
     step, rollout = rows("step"), rows("rollout")
     lines += [*phases(step), *decodes(rollout), *slower(rollout), *steps(step)]
     small, large = (step.get(f"whole/qwen3-8b/2048/8192/{r}/once") for r in ("fp8", "bf16-fast"))
@@ -181,13 +186,15 @@ def models() -> str:
         verdict = "the must is 0.85" + ("" if share <= 0.85 else ": missed")
         peaks = f"{small['peak_gib']:.1f} and {large['peak_gib']:.1f} GiB ({share:.3f}x, {verdict})"
         lines.append(["peak memory of all 36 layers, `fp8` and `bf16-fast`", peaks, "`step.json`"])
-    refresh = rollout["refresh/qwen3-8b/fp8-kv"]["ms"]
-    lines.append(["requantise all weights of 8B in place", f"{refresh:.1f} ms", "`rollout.json`"])
-    return table(["what", "result", "file under `h200/`"], lines) + f"\n\n{caveat(step)}"
+    refresh = rollout.get("refresh/qwen3-8b/fp8-kv")
+    if refresh:
+        what = "requantise all weights of 8B in place"
+        lines.append([what, f"{refresh['ms']:.1f} ms", "`rollout.json`"])
+    return f"{table(['what', 'result', 'file under `h200/`'], lines)}\n\n{caveat(step)}".rstrip()
 
 
 def runs(name: str) -> dict[str, list[dict[str, Any]]]:
-    return json.loads((STUDIES / f"{name}.json").read_text(encoding="utf-8"))["runs"]
+    return read(STUDIES / f"{name}.json").get("runs", {})
 
 
 def rewards(run: list[dict[str, Any]]) -> tuple[float, float, int]:
@@ -202,6 +209,8 @@ def tokens(found: Iterable[list[dict[str, Any]]], key: str) -> int:
 
 def learning(name: str, what: str, mixed: bool) -> list[str]:
     found = {n: run for n, run in runs(name).items() if n.endswith("-rollout") == mixed}
+    if not found:
+        return []
     ends: dict[str, list[str]] = {}
     for run_name, run in found.items():
         ends.setdefault(run_name.split(",")[0], []).append(f"{rewards(run)[1]:.2f}")
@@ -219,40 +228,71 @@ def learning(name: str, what: str, mixed: bool) -> list[str]:
     return [story, f"{total:,}", number, f"`docs/results/{name}.md`"]
 
 
+def differing(cases: Iterable[Mapping[str, Any]]) -> int:
+    """Differing values of cases; a case of several comparisons has a list of them."""
+    found = (case.get("differing", 0) for case in cases)
+    return sum(sum(n) if isinstance(n, list) else n for n in found)
+
+
+def difference(count: int, whole: bool) -> str:
+    """A number of differing values; bold where it is 0 and all cases (`whole`) passed."""
+    if count:
+        return f"{count:,}"
+    return "**0**" if whole else "0, but cases failed or are missing"
+
+
+def outcome(record: Mapping[str, Any]) -> tuple[str, list[str], bool]:
+    """(`43 of 44 cases`, the failed ones, whether all passed) of a record of cases."""
+    done, total = record["cases_ok"], record["cases_total"]
+    failed = [name for name, case in record["cases"].items() if not case["ok"]]
+    return f"{done} of {total} cases", failed, done == total and not failed
+
+
+def kernel_parity() -> Iterable[list[str]]:
+    for name in ("parity", "parity_crowded"):
+        record = read(H200 / f"{name}.json")
+        if not record:
+            continue
+        cases, failed, whole = outcome(record)
+        what = (
+            "rows of every GEMM, attention, head and sampler over all row counts, tiles and widths "
+            "of the kernel tests"
+        )
+        if name == "parity_crowded":
+            what = "the same once more while some forty processes shared the card"
+        if not whole:
+            named = f"not: {', '.join(failed)}; " if failed else ""
+            what += f": {cases} ({named}docs/kernels-gemm.md)"
+        compared = f"{record['elements_compared']:,} elements"
+        result = difference(record["elements_differing"], whole)
+        if record["elements_differing"]:
+            result += ", **not explained**"
+        yield [what, compared, result, f"`h200/{name}.json`"]
+
+
+def engine_parity() -> Iterable[list[str]]:
+    cases, backend = read(H200 / "engine_cases.json"), read(H200 / "backend.json")
+    if not cases or not backend:
+        return
+    engine_ok = sum(case["ok"] for case in cases.values())
+    engine = {"cases_ok": engine_ok, "cases_total": len(cases), "cases": cases}
+    (first, failed, whole), (second, also, also_whole) = outcome(engine), outcome(backend)
+    compared = f"{first.removesuffix(' cases')} and {second}"
+    failed = failed + also
+    yield [
+        "tokens of rollouts by CUDA graphs (every bucket, chunked prefill, preemption, "
+        "8,192-token answers) against the training forward, before and after an optimiser step",
+        compared + (f"; not: {', '.join(failed)}" if failed else ""),
+        difference(differing([*cases.values(), *backend["cases"].values()]), whole and also_whole),
+        "`h200/engine_cases.json`, `h200/backend.json`",
+    ]
+
+
 def zeros() -> str:
     """What must be the same bits, and how much of it was compared."""
-    parity = json.loads((H200 / "parity.json").read_text(encoding="utf-8"))
-    crowded = json.loads((H200 / "parity_crowded.json").read_text(encoding="utf-8"))
-    cases = json.loads((H200 / "engine_cases.json").read_text(encoding="utf-8"))
-    backend = json.loads((H200 / "backend.json").read_text(encoding="utf-8"))
-    failed = [name for name, case in cases.items() if not case["ok"]]
-    parts = [f"{len(cases) - len(failed)} of {len(cases)}"]
-    parts.append(f"{backend['cases_ok']} of {backend['cases_total']} cases")
-    engine = together(parts)
     lines = [
-        [
-            "rows of every GEMM, attention, head and sampler over all row counts, tiles and widths "
-            "of the kernel tests",
-            f"{parity['elements_compared']:,} elements",
-            f"**{parity['elements_differing']}**",
-            "`h200/parity.json`",
-        ],
-        [
-            "the same once more while some forty processes shared the card: "
-            f"{crowded['cases_ok']} of {crowded['cases_total']} cases "
-            f"(not: {', '.join(n for n, c in crowded['cases'].items() if not c['ok'])}; "
-            "docs/kernels-gemm.md)",
-            f"{crowded['elements_compared']:,} elements",
-            f"{crowded['elements_differing']}, **not explained**",
-            "`h200/parity_crowded.json`",
-        ],
-        [
-            "tokens of rollouts by CUDA graphs (every bucket, chunked prefill, preemption, "
-            "8,192-token answers) against the training forward, before and after an optimiser step",
-            engine + (f"; not: {', '.join(failed)}" if failed else ""),
-            "**0**",
-            "`h200/engine_cases.json`, `h200/backend.json`",
-        ],
+        *kernel_parity(),
+        *engine_parity(),
         learning("addition", "tokens of SmolLM2-135M learning additions", False),
         learning("counting", "the same with answers of 384 tokens, counting on", False),
         learning(
@@ -261,7 +301,7 @@ def zeros() -> str:
             True,
         ),
     ]
-    return table(["compared", "how much", "differing", "file"], lines)
+    return table(["compared", "how much", "differing", "file"], filter(None, lines))
 
 
 SECTIONS: dict[str, Callable[[], str]] = {"gemm": gemm, "models": models, "zeros": zeros}
