@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from samebit.option_table import build_options, nearest
+from samebit.option_table import build_options, convert, nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,15 @@ def test_every_kind_is_read():
         table={"k": 1}, bare={"k": [1]}, anything=[None],
     )  # fmt: skip
     assert isinstance(found.rate, float) and build(size=1, mixed=4).mixed == 4
+
+
+@pytest.mark.parametrize(
+    ("hint", "kind"),
+    [(int | float, int), (float | int, float), (list[int] | tuple[int, ...], list)],
+)
+def test_a_union_is_read_as_the_first_choice_that_fits(hint: Any, kind: type):
+    value = [3] if kind is list else 3
+    assert type(convert(value, hint, "here")) is kind
 
 
 def test_dashes_are_underscores_and_a_key_given_twice_is_refused():

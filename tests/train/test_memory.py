@@ -184,6 +184,15 @@ def test_blocks_may_differ_in_what_they_make_again():
     assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
+@pytest.mark.parametrize(("level", "again"), [("none", 0), ("codes", 0), ("mlp", 4), ("block", 4)])
+def test_temporaries_of_a_block_by_hand(level, again):
+    """A token: 7 bytes by width of the MLP (4 more where gate and up are made again), 8 by the model's."""
+    plan = plan_for(load_recipe("fp8"), MODEL)
+    parts = plan_memory(MODEL, plan, settings(micro_batch_tokens=64, recompute=level)).parts
+    sizes = {p.name: p.size for p in parts}
+    assert sizes["temporaries of a block"] == 64 * ((7 + again) * 384 + 8 * 256)
+
+
 def test_a_group_larger_than_the_budget_counts_whole():
     plan = plan_for(load_recipe("bf16"), MODEL)
     config = settings(micro_batch_tokens=10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -107,3 +108,12 @@ def test_operators_of_a_cpu_are_collected(tmp_path: Path):
     said = write_table(tmp_path, kernels, {})
     assert "products" in said and str(tmp_path / FILE) in said
     assert "aten::mm" in (tmp_path / FILE).read_text()
+
+
+def test_the_least_of_an_update_counts_every_epoch(monkeypatch: pytest.MonkeyPatch):
+    model = SimpleNamespace(device=torch.device("cpu"), config=MODEL, plan=plan("fp8"))
+    assert roofline.known_seconds(model, GROUPS, 3) == {}  # type: ignore[arg-type]
+    monkeypatch.setattr(roofline, "card_under", lambda device: CARD)
+    once = roofline.update_seconds(CARD, MODEL, plan("fp8"), GROUPS)
+    found = roofline.known_seconds(model, GROUPS, 3)  # type: ignore[arg-type]
+    assert found == {family: 3 * seconds for family, seconds in once.items()}

@@ -60,15 +60,12 @@ def _say_what_bf16_is(name: str, recipe: str, trained: bool, source: Path) -> No
     """Warn where a policy of a quantised recipe was written in BF16: a run's, or an FP8 folder's."""
     from samebit.models.config import read_config
 
-    if read_config(
-        source
-    ).fp8_blocks:  # bf16 cannot be compared with: such a folder has no other weights
-        print(
-            f"{name} is a policy of {recipe}; its BF16 weights are another policy", file=sys.stderr
-        )
+    another = "its BF16 weights are another policy"
+    if read_config(source).fp8_blocks:  # such a folder cannot be evaluated under bf16 itself
+        print(f"{name} is a policy of {recipe}; {another}", file=sys.stderr)
     elif trained:
         print(
-            f"the run was trained as {recipe}; its BF16 weights are another policy: "
-            f"compare them by samebit eval {name} --recipe {recipe},bf16",
+            f"the run was trained as {recipe}; {another}: compare them by samebit eval {name} "
+            f"--recipe {recipe},bf16",
             file=sys.stderr,
         )
