@@ -15,7 +15,7 @@ from samebit.bundle import read_bundle
 from samebit.cli import main
 from samebit.errors import RunStopped
 from samebit.log import Reporter
-from samebit.loop import Run
+from samebit.loop import Run, build_trainer
 from samebit.replay import replay
 from samebit.trace import inject_fault
 from samebit.train import checkpoint
@@ -47,7 +47,9 @@ def break_at(run: Run, step: int, fault: Callable[[], Any]) -> None:
     run.engine.generate = broken  # type: ignore[method-assign]
 
 
-def test_a_fault_in_a_weight_stops_the_run_and_is_named(file: Path, tmp_path: Path):
+def test_a_fault_in_a_weight_stops_the_run_and_is_named(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     run = run_of(file, tmp_path / "out")
     break_at(run, 2, lambda: inject_fault(run.model, "code", "layers.1.gate_up"))
     before: list[torch.Tensor] = []
@@ -68,7 +70,14 @@ def test_a_fault_in_a_weight_stops_the_run_and_is_named(file: Path, tmp_path: Pa
     assert bundle.checkpoint.name == "step_000001"
     assert checkpoint.problem_of(bundle.checkpoint) is None
     # the fault was in memory: on the checkpoint's weights the trainer repeats, the sampler does not
+    planned: list[Any] = []
+    monkeypatch.setattr("samebit.replay.available_memory", lambda *_: 1)  # a device with no room
+    monkeypatch.setattr(
+        "samebit.replay.build_trainer",
+        lambda model, *rest: (planned.append(model.recompute), build_trainer(model, *rest))[1],
+    )
     again = replay(bundle.folder)
+    assert planned == [("block",) * len(run.model.layers)]
     assert again.repeats and again.differing == again.differing_recorded > 0
     assert any("engine" in line for line in again.lines)
     assert again.redrawn_equal is not None and again.redrawn_equal < again.tokens

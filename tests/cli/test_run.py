@@ -207,6 +207,18 @@ def test_a_path_that_is_nothing_is_named(tmp_path: Path, capsys: Any):
     assert f"{str(tmp_path / 'nothing')!r} is no run folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["eval", "rollout"])
+def test_a_model_that_is_nowhere_names_its_option_or_file(
+    made: tuple[str, str], capsys: Any, tmp_path: Path, command: str
+):
+    assert main([command, made[1], "--model", "/nope"]) == 2
+    assert "command line: --model: model '/nope': no such folder" in capsys.readouterr().err
+    file = tmp_path / "gone.toml"
+    file.write_text(CONFIG.format(model="/nope"))
+    assert main([command, str(file)]) == 2
+    assert f"{file}: model '/nope': no such folder" in capsys.readouterr().err
+
+
 def test_export_in_both_forms(made: tuple[str, str], capsys: Any, tmp_path: Path):
     from safetensors import safe_open
 

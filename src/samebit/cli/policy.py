@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from samebit.cli.validate import check_model
 from samebit.config import Config, TaskSection
-from samebit.config_io import load
+from samebit.config_io import load, origin_of
 from samebit.models.decoder import Decoder
 from samebit.models.tokenizer import Tokenizer
 
@@ -30,17 +31,17 @@ class Target:
 
 
 def find_target(name: str, overrides: Sequence[tuple[str, str]] = ()) -> Target:
-    """Sort out `name`; ValueError for a run without a complete checkpoint."""
+    """Sort out `name`; ValueError for a run without a complete checkpoint or whose model is nowhere."""
     path = Path(name)
     if path.suffix == ".toml":
-        return Target(load(path, overrides), None)
+        return Target(_load(path, overrides), None)
     if (path / "config.toml").is_file():
         from samebit.train.checkpoint import newest
 
         checkpoint = newest(path / "checkpoints")
         if checkpoint is None:
             raise ValueError(f"{path}: no complete checkpoint in {path / 'checkpoints'}")
-        return Target(load(path / "config.toml", overrides), checkpoint)
+        return Target(_load(path / "config.toml", overrides), checkpoint)
     if (path / "state.json").is_file():
         from samebit.train.checkpoint import problem_of
 
@@ -48,11 +49,18 @@ def find_target(name: str, overrides: Sequence[tuple[str, str]] = ()) -> Target:
         if problem is not None:
             raise ValueError(f"{path}: unreadable checkpoint: {problem}")
         config = path.parent.parent / "config.toml"
-        return Target(load(config, overrides), path)
+        return Target(_load(config, overrides), path)
     given = {key for key, _ in overrides}
     defaults = [("model", name), ("task.name", "none"), *_exported_recipe(path)]
     extra = [(key, value) for key, value in defaults if key not in given]
     return Target(load(None, [*extra, *overrides]), None)
+
+
+def _load(path: Path, overrides: Sequence[tuple[str, str]]) -> Config:
+    """The configuration of a file; ValueError naming file or option for a model that is nowhere."""
+    config = load(path, overrides)
+    check_model(config, origin_of(path, overrides))
+    return config
 
 
 def _exported_recipe(folder: Path) -> list[tuple[str, str]]:
