@@ -78,8 +78,7 @@ class Run:
         device = choose_device(config)
         available = available_memory(config, device)
         self.memory = planned_memory(config, checks, model_folder, available)
-        if available is not None:
-            report.note(describe_memory(config, self.memory, available))
+        report.note(describe_memory(config, self.memory, available))
         with self._within_memory("load"):
             self.model = load_model(model_folder, checks.recipe, device)
             self.model.recompute = self.memory.recompute
