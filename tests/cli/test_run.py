@@ -136,8 +136,9 @@ def test_rollout_is_repeatable_and_writes_what_was_drawn(
     rows = [{"prompt": "hello"}, {"prompt": chat}]
     prompts.write_text("\n".join(json.dumps(row) for row in rows))
     out = tmp_path / "c.jsonl"
-    args = ["rollout", made[1], "--samples", "2", "--logps", "--rollout.max-tokens", "4"]
-    assert main([*args, "--prompts", str(prompts), "--out", str(out)]) == 0
+    args = ["rollout", made[1], "--samples", "2", "--logps", "--max-tokens", "4"]
+    whole = [*args[:-2], "--rollout.max-tokens", "4"]
+    assert main([*whole, "--prompts", str(prompts), "--out", str(out)]) == 0
     found = read_json_lines(out)
     assert len(found) == 4 and all(len(r["ids"]) == len(r["logps"]) <= 4 for r in found)
     monkeypatch.setattr("sys.stdin", io.StringIO(prompts.read_text()))
