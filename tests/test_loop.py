@@ -179,14 +179,17 @@ def test_a_device_that_cannot_be_used_is_refused_with_the_way_out(
     assert "Use --run.device cpu" in said
 
 
-def test_a_reward_function_that_raises_stops_with_its_own_error(file: Path, tmp_path: Path):
-    mine = tmp_path / "mine.py"
-    mine.write_text("def reward(completions, **_):\n    raise ZeroDivisionError('mine')\n")
-    run = run_of(file, tmp_path / "out", ("task.reward_function", f"{mine}:reward"))
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        run.train()
-    run.close()
-    assert runs.metrics(tmp_path / "out") == []
+def test_a_reward_function_that_raises_is_its_writer_s_fault_and_named(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    mine, out = tmp_path / "mine.py", tmp_path / "out"
+    mine.write_text("def reward(completions, **_):\n    return 1 / 0\n")
+    args = ["train", str(file), "--out", str(out), "--task.reward-function", f"{mine}:reward"]
+    assert main([*args, "--quiet"]) == 2
+    said = capsys.readouterr().err
+    assert "raised ZeroDivisionError: division by zero" in said and said.count("\n") == 1
+    assert f"({mine}, line 2, in reward; --debug shows the traceback)" in said
+    assert runs.metrics(out) == []
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,8 @@ class TrainConfig:
     """What the backward makes again to save memory: nothing, the operands of GEMMs, gate and up too,
     all of a block but its residual sums; auto: as little as fits. Gradients keep their bits."""
     memory_gib: float = 0.0
-    """Device memory that a run is planned into; 0: 95 % of what is free at its start."""
+    """GPU memory that a run is planned into; 0: 95 % of what is free at its start. On a CPU it does
+    not apply."""
     profile_step: int = 0
     """Step whose update is timed kernel by kernel, into kernels.txt of the run's folder; 0 none."""
     invariant_scale: float = 1.0

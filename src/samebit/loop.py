@@ -78,8 +78,7 @@ class Run:
         device = choose_device(config)
         available = available_memory(config, device)
         self.memory = planned_memory(config, checks, model_folder, available)
-        if available is not None:
-            report.note(describe_memory(config, self.memory, available))
+        report.note(describe_memory(config, self.memory, available))
         with self._within_memory("load"):
             self.model = load_model(model_folder, checks.recipe, device)
             self.model.recompute = self.memory.recompute
@@ -124,6 +123,11 @@ class Run:
     def _record_config(self, resume: bool) -> None:
         """Write config.toml once nothing can be refused any more; say what a resumed run changes."""
         path, text = self.folder / "config.toml", dump(self.config)
+        if self.finished:
+            self.report.note(
+                f"nothing to do: all {self.progress.step} steps are done (more with --steps)"
+            )
+            return
         if resume and path.exists():
             before = set(path.read_text(encoding="utf-8").splitlines())
             changed = [line for line in text.splitlines() if line and line not in before]
@@ -158,7 +162,17 @@ class Run:
         self.progress = checkpoint.restore(found, self.trainer, self.about)
         self.pending = checkpoint.extra(found, "pending")
         self.held = partial.read_held(found, checkpoint.extra(found, "held"), self.task)
+        if self.progress.step > self.config.train.steps:
+            raise ValueError(
+                f"train.steps = {self.config.train.steps}, but {self.folder} holds "
+                f"{self.progress.step} finished steps; use more than that to go on"
+            )
         self.report.note(f"resumed from {found}")
+
+    @property
+    def finished(self) -> bool:
+        """Whether no step or evaluation is left to do."""
+        return self.progress.step == self.config.train.steps and not self.pending
 
     def train(self) -> None:
         """Run to config.train.steps, evaluating and saving on the way; RunLeft on a signal."""

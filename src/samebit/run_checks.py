@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -120,7 +121,34 @@ def planned_memory(
     model = checks.model_of(folder)
     needs = checks.algorithm.needs | checks.correction.needs
     plan = plan_for(checks.recipe, model)
-    return plan_memory(model, plan, config, frozenset(needs), available)
+    memory = plan_memory(model, plan, config, frozenset(needs), available)
+    for warning in memory_warnings(config, memory, available):
+        log.warning("%s", warning)
+    return memory
+
+
+def memory_warnings(config: Config, memory: MemoryPlan, available: int | None) -> Iterator[str]:
+    """What of a configuration the memory does not bear; available: of the device, None on a CPU."""
+    if available is None and config.train.memory_gib:
+        yield (
+            f"train.memory_gib = {config.train.memory_gib} does not apply: on a CPU no plan is made to "
+            "fit the memory"
+        )
+    room = _main_memory() if available is None else available
+    size, tokens = config.rl.group_size, config.rollout.max_tokens
+    if memory.total > room and memory.tokens == size * tokens:
+        length = memory.longest_answers(size, room)
+        use = "lower rollout.max_tokens or rl.group_size"
+        yield (
+            f"rollout.max_tokens = {tokens:,}: to train on {size} answers of that length takes about "
+            f"{memory.total / GIB:,.2f} GiB, more than the {room / GIB:,.2f} GiB there are; "
+            + (f"{length:,} tokens each fit: {use}" if length else memory.advice("train"))
+        )
+
+
+def _main_memory() -> int:
+    """Bytes of memory that the machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def describe_memory(config: Config, memory: MemoryPlan, available: int | None) -> str:

@@ -87,12 +87,15 @@ def test_a_folder_in_use_is_refused_and_resuming_a_finished_run_ends(
     made: tuple[str, str], capsys: Any
 ):
     file, run = made
-    before = (Path(run) / "metrics.jsonl").read_bytes()
+    before = {n: (Path(run) / n).read_bytes() for n in ("config.toml", "metrics.jsonl")}
     assert main(["train", file, "--out", run, "--quiet"]) == 2
     assert "--resume" in capsys.readouterr().err
-    assert main(["train", file, "--out", run, "--quiet", "--resume"]) == 0
-    assert (Path(run) / "metrics.jsonl").read_bytes() == before
-    assert "exactly 0" in capsys.readouterr().out.splitlines()[-1]
+    args = ["train", file, "--out", run, "--resume", "--train.learning-rate", "0.5"]
+    assert main(args) == 0
+    assert {name: (Path(run) / name).read_bytes() for name in before} == before
+    said = capsys.readouterr()
+    assert "nothing to do: all 2 steps are done" in said.err
+    assert "exactly 0" in said.out.splitlines()[-1]
 
 
 @pytest.mark.parametrize("text", ["{}", "{", "[]"])
@@ -133,8 +136,9 @@ def test_rollout_is_repeatable_and_writes_what_was_drawn(
     rows = [{"prompt": "hello"}, {"prompt": chat}]
     prompts.write_text("\n".join(json.dumps(row) for row in rows))
     out = tmp_path / "c.jsonl"
-    args = ["rollout", made[1], "--samples", "2", "--logps", "--rollout.max-tokens", "4"]
-    assert main([*args, "--prompts", str(prompts), "--out", str(out)]) == 0
+    args = ["rollout", made[1], "--samples", "2", "--logps", "--max-tokens", "4"]
+    whole = [*args[:-2], "--rollout.max-tokens", "4"]
+    assert main([*whole, "--prompts", str(prompts), "--out", str(out)]) == 0
     found = read_json_lines(out)
     assert len(found) == 4 and all(len(r["ids"]) == len(r["logps"]) <= 4 for r in found)
     monkeypatch.setattr("sys.stdin", io.StringIO(prompts.read_text()))

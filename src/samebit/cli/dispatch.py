@@ -90,7 +90,7 @@ def _guarded(name: str, args: list[str], debug: bool) -> int:
         return _failed(name, str(error) or type(error).__name__, USER_ERROR, debug)
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{last.filename}:{last.lineno}"  # of a user's reward function, as often as not
+        where = f"{last.filename}:{last.lineno}"  # of a user's own module, as often as not
         text = (
             f"{type(error).__name__}: {error} (run again with --debug for the traceback; {where})"
         )

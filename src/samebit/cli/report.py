@@ -12,7 +12,9 @@ from samebit.report.data import read_runs
 USAGE = "samebit report RUN [RUN...] [--out FILE]"
 ABOUT = "One self-contained HTML page: curves, precision plan, completions; several runs overlaid."
 OPTIONS = (
-    Option("out", "FILE", "the page (default: RUN/report.html, or report.html for several)"),
+    Option(
+        "out", "FILE", "the page (default: RUN/report.html; of several runs ./report.html, here)"
+    ),
 )
 
 

@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
 
 from samebit.cli.arguments import Arguments, Option, expect, help_text, parse
 from samebit.cli.policy import find_target, load_policy
+from samebit.config import RolloutConfig
 from samebit.models.tokenizer import Tokenizer
 from samebit.reporter import Reporter
 from samebit.types import Group, Prompt
 
-USAGE = "samebit rollout MODEL|RUN|CHECKPOINT [--prompts FILE] [--out FILE] [--any.key VALUE]"
+USAGE = (
+    "samebit rollout MODEL|RUN|CHECKPOINT [--recipe NAME] [--prompts FILE] [--out FILE] "
+    "[--any.key VALUE]"
+)
 ABOUT = (
     "Each line of FILE (default: standard input) is an object with `prompt` (text, put through\n"
     "the chat template; or a chat, a list of {role, content}). A line out is one completion.\n"
-    "Sampling: --rollout.max-tokens, --rollout.temperature, --rollout.top-p, --rollout.stop ..."
+    "Keys of [rollout] need no section here: --max-tokens is --rollout.max-tokens."
 )
 OPTIONS = (
     Option("prompts", "FILE", "JSON lines with `prompt` (default: standard input)"),
@@ -27,18 +32,30 @@ OPTIONS = (
     Option("raw", "", "text prompts go in as they are, without the chat template"),
     Option("logps", "", "also write token ids and the sampler's log-probs"),
 )
+KEYS = (
+    Option(
+        "recipe", "NAME", "recipe to sample under (default: the run's or export's own, else fp8)"
+    ),
+    Option("seed", "N", "of the sampling noise"),
+    Option("max-tokens", "N", "longest completion"),
+    Option("temperature", "X", "sampling temperature; 0 is greedy"),
+    Option("top-p", "X", "nucleus mass; 1 is off"),
+    Option("top-k", "N", "tokens kept; 0 is off"),
+    Option("stop", "LIST", "strings that end a completion"),
+)
+"""Of the configuration, for the help text."""
 
 
 def run(args: Sequence[str]) -> int:
     """Sample and write."""
     found = parse(args, OPTIONS, overridable=True)
     if found.flag("help"):
-        print(help_text(USAGE, ABOUT, OPTIONS))
+        print(help_text(USAGE, ABOUT, (*OPTIONS, *KEYS)))
         return 0
     (name,) = expect(found, ["MODEL, RUN or CHECKPOINT"], USAGE)
     samples = found.number("samples", 1)
     _require_place(found.text("out"))
-    target = find_target(name, found.overrides)
+    target = find_target(name, [(_whole_key(key), value) for key, value in found.overrides])
     rows = list(_read_rows(found.text("prompts")))
     if not rows:
         raise ValueError(f"{found.text('prompts') or 'standard input'}: no prompt")
@@ -47,6 +64,12 @@ def run(args: Sequence[str]) -> int:
     groups = _generate(target.config, model, tokenizer, prompts, samples)
     _write(found, groups)
     return 0
+
+
+def _whole_key(key: str) -> str:
+    """`rollout.max-tokens` of `max-tokens`; any other key as it is."""
+    short = {field.name for field in fields(RolloutConfig)}
+    return f"rollout.{key}" if key.replace("-", "_") in short else key
 
 
 def _generate(

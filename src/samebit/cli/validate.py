@@ -81,11 +81,17 @@ def _blamed(
         yield
     except ValueError as error:
         text = str(error)
-        unknown = re.search(r"unknown key '([^']*)'", text)
-        hint = ""
-        if unknown is not None:
-            near = re.search(r"did you mean ('[^']*')", nearest_key(f"{section}.{unknown[1]}"))
-            hint = f" (or the key {near[1]} of the configuration?)" if near else ""
         source = origin.of_message(text, config, sections)
         where = f"{source}: [{section}]" if section else source
-        raise ValueError(f"{where}: {text}{hint}") from error
+        raise ValueError(f"{where}: {_with_nearest(text, section)}") from error
+
+
+def _with_nearest(text: str, section: str) -> str:
+    """A module's message about an unknown key with the nearest key of the configuration's own."""
+    unknown = re.search(r"unknown key '([^']*)'", text)
+    own = nearest_key(f"{section}.{unknown[1]}") if unknown else ""
+    near = re.search(r"did you mean ('[^']*')", own)
+    if near is None:
+        return text
+    problem, known, _ = text.partition("; known: ")
+    return f"{problem}{own}" if known else f"{text} (or the key {near[1]} of the configuration?)"

@@ -9,10 +9,13 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence, Set
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+from samebit.errors import RunLeft
 from samebit.option_table import nearest
 from samebit.tasks._stats import RewardStats
 from samebit.types import Prompt
@@ -21,11 +24,40 @@ LARGEST_REWARD = float(2**128 - 2**104)
 """FP32's largest number; the squares of deviations of such rewards are finite in FP64."""
 
 
+class RewardFunctionError(ValueError):
+    """What is wrong with a user's reward function, in one line that names it."""
+
+
+@contextmanager
+def _own_fault(path: str, file: str = "") -> Iterator[None]:
+    """Turn what the user's code raises into RewardFunctionError, naming file, line and function.
+
+    The line is the innermost of `file`, which is where the user can act, or else of all files.
+    """
+    try:
+        yield
+    except (RunLeft, RewardFunctionError):
+        raise
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        frames = [f for f in frames if f.filename != __file__]
+        frames = [f for f in frames if f.filename == file] or frames
+        what, where = str(error), ""
+        if isinstance(error, SyntaxError):
+            what, where = error.msg, f"{error.filename}, line {error.lineno}; "
+        elif frames:
+            where = f"{frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name}; "
+        raise RewardFunctionError(
+            f"reward function {path} raised {type(error).__name__}: {what} "
+            f"({where}--debug shows the traceback)"
+        ) from error
+
+
 def load_function(path: str) -> Callable[..., Any]:
     """Import `path/to/file.py:function` or `package.module:function`.
 
-    Raises ValueError where the file, the module or the function does not exist; an error inside the
-    user's module comes through with its own traceback.
+    ValueError where the file, the module or the function does not exist, and, naming file and line,
+    where the user's module raises.
     """
     place, mark, name = path.rpartition(":")
     if not mark or not place or not name:
@@ -54,7 +86,8 @@ def _load_file(place: str, path: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        with _own_fault(path, str(file)):
+            spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
@@ -62,14 +95,15 @@ def _load_file(place: str, path: str) -> Any:
 
 
 def _load_module(place: str, path: str) -> Any:
-    try:
-        return importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (place == error.name or place.startswith(error.name + ".")):
-            raise
-        raise ValueError(
-            f"reward_function = {path!r}: no module {error.name!r} can be imported."
-        ) from error
+    with _own_fault(path):
+        try:
+            return importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+                raise
+            raise RewardFunctionError(
+                f"reward_function = {path!r}: no module {error.name!r} can be imported."
+            ) from error
 
 
 def as_reward(value: Any, where: str) -> float | None:
@@ -108,6 +142,8 @@ class RewardFunction:
     ) -> None:
         self._path = path
         self._function = load_function(path)
+        code = getattr(inspect.unwrap(self._function), "__code__", None)
+        self._file = "" if code is None else code.co_filename
         self._style = style
         self._format = completion_format
         self._on_error = on_error
@@ -131,15 +167,20 @@ class RewardFunction:
         self, call: Callable[[], list[float | None]], count: int, stats: RewardStats
     ) -> list[float | None]:
         try:
-            try:
-                return call()
-            except SystemExit as error:
-                raise RuntimeError(f"reward function {self._path} called exit({error})") from error
+            return call()
+        except RunLeft:
+            raise
         except Exception:
             if self._on_error == "stop":
                 raise
             stats.add("crashes", count)
             return [None] * count
+
+    def _called(self, **arguments: Any) -> Any:
+        """What the user's function returns; RewardFunctionError where it raises."""
+        with _own_fault(self._path, self._file):
+            returned = self._function(**arguments)
+            return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
 
     def _accepted_names(self) -> frozenset[str] | None:
         """Return the keyword names the function takes, or None where it takes any."""
@@ -172,9 +213,7 @@ class RewardFunction:
         self._require_columns({"completions", *keywords})
         if self._accepted is not None:
             keywords = {key: value for key, value in keywords.items() if key in self._accepted}
-        returned = self._function(completions=given, **keywords)
-        if inspect.iscoroutine(returned):
-            returned = asyncio.run(returned)
+        returned = self._called(completions=given, **keywords)
         if isinstance(returned, (str, bytes, Mapping)) or not hasattr(returned, "__len__"):
             raise ValueError(
                 f"reward function {self._path} returned a {type(returned).__name__}: "
@@ -192,7 +231,7 @@ class RewardFunction:
 
     def _verl(self, prompt: Prompt, completion: str) -> float | None:
         columns = prompt.columns
-        returned = self._function(
+        returned = self._called(
             data_source=columns.get("data_source"),
             solution_str=completion,
             ground_truth=columns.get("answer"),

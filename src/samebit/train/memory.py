@@ -87,9 +87,9 @@ class MemoryPlan:
         for p in self.parts:
             if p.size:
                 where = "  (host memory)" if p.host else ""
-                lever = f"  less with {p.lever}: -{_gib(p.saves)}" if p.lever and p.saves else ""
-                lines.append(f"  {p.name:38s} {_gib(p.size)}{where}{lever}")
-        lines.append(f"  {'training, together':38s} {_gib(self.total)}")
+                less = f"  ({_gib(p.saves)} less with {p.lever})" if p.lever and p.saves else ""
+                lines.append(f"  {p.name:38s} {_gib(p.size):>11s}{where}{less}")
+        lines.append(f"  {'training, together':38s} {_gib(self.total):>11s}")
         lines.append(f"  a backward makes again: {self.describe_recompute()}")
         if available:
             lines.append(f"  {self._verdict(available)}")
@@ -106,12 +106,17 @@ class MemoryPlan:
     def _verdict(self, available: int) -> str:
         left = available - self.total
         if left >= 0:
-            room = f"{_gib(left)} of {_gib(available)} are left".strip()
+            room = f"{_gib(left)} of {_gib(available)} are left"
             packs = self.tokens + left // max(1, self.per_token)
             return f"{room}: packs of up to {packs:,} tokens (train.micro_batch_tokens) fit"
         lever = self.largest_lever
         use = "" if lever is None else f"; most is won with {lever.lever}"
-        return f"{_gib(-left)} more than the {_gib(available)} there are{use}".strip()
+        return f"{_gib(-left)} more than the {_gib(available)} there are{use}"
+
+    def longest_answers(self, group_size: int, available: int) -> int:
+        """Tokens that each answer of a group may have where such a group alone is to fit; 0: none fit."""
+        over = max(0, self.total - available)
+        return max(0, self.tokens - -(-over // max(1, self.per_token))) // group_size
 
     def advice(self, phase: str) -> str:
         """What to change after the device ran out of memory in a phase (load, rollout, train, ...)."""
@@ -122,11 +127,11 @@ class MemoryPlan:
         lever = self.largest_lever
         if lever is None:
             return "lower train.micro_batch_tokens"
-        return f"the largest saving is {lever.lever}: about {_gib(lever.saves).strip()} of {lever.name}"
+        return f"the largest saving is {lever.lever}: about {_gib(lever.saves)} of {lever.name}"
 
 
 def _gib(size: int) -> str:
-    return f"{size / GIB:7.2f} GiB"
+    return f"{size / GIB:.2f} GiB"
 
 
 def _weight_bytes(shape: LinearShape, precision: Precision) -> int:
