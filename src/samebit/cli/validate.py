@@ -46,6 +46,7 @@ def validate(config: Config, origin: Origin) -> list[str]:
             sampling_of(config),
             config.rl.group_size,
             config.rl.epochs * config.rl.mini_batches,
+            config.rollout.partial_tokens,
         )
     if config.run.device != "auto":
         with blame("run", ["run"]):
