@@ -255,6 +255,8 @@ class Run:
                     metrics |= self.trainer.step(groups)
                 with clock("refresh"):
                     self.engine.refresh()
+            else:
+                self._pass_over()
             self.progress = dataclasses.replace(found.progress, step=found.progress.step + 1)
             self.pending, self.held = metrics, found.held
         metrics |= clock.metrics()
@@ -267,6 +269,16 @@ class Run:
         if groups:
             metrics |= step_rates(self.model, self.config, groups, metrics)
         return metrics
+
+    def _pass_over(self) -> None:
+        """A step that has nothing to train on."""
+        self.trainer.pass_over()
+        step = self.progress.step + 1
+        if step == self.config.train.profile_step:
+            self.report.note(
+                f"train.profile_step = {step}: no kernels.txt, because step {step} has no group to train "
+                "on; ask for a later step"
+            )
 
     @contextmanager
     def _profiled(self, groups: list[Group]) -> Iterator[None]:

@@ -126,7 +126,7 @@ class Trainer:
         self.steps = 0
         """Rollouts trained on so far."""
         self.updates = 0
-        """Optimiser steps taken or skipped so far."""
+        """Where the learning rate's schedule is: `updates_per_step` a step, however few were made."""
         self.skipped = 0
         """Optimiser steps skipped because a gradient was not finite."""
         self.nonfinite_roles: tuple[str, ...] = ()
@@ -170,8 +170,13 @@ class Trainer:
         if self.correction.moves_bounds:
             rollout.merge(self.correction.bound_metrics(*self.algorithm.clip_bounds))
         self.steps += 1
+        self.updates += self.updates_per_step - len(parts)  # fewer groups than mini-batches
         numbers["train/skipped_steps"] = float(self.skipped)
         return rollout.metrics.compute() | numbers | probe.measure() | timer.seconds()
+
+    def pass_over(self) -> None:
+        """A step without a group to train on: only the schedule goes on."""
+        self.updates += self.updates_per_step
 
     def _pack(self, groups: Sequence[Group], part: range) -> list[PackedBatch]:
         """Micro-batches with everything on the device, so that no forward waits for a copy."""
