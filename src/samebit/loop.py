@@ -35,7 +35,7 @@ from samebit.models.load import freeze, load_model, plan_for
 from samebit.models.source import fingerprint
 from samebit.models.source import resolve as resolve_model
 from samebit.models.tokenizer import Tokenizer
-from samebit.partial import Held, compare_held
+from samebit.partial import Held, compare_held, held_metrics
 from samebit.quant.plan import load_recipe
 from samebit.reporter import Reporter
 from samebit.run_checks import (
@@ -157,7 +157,8 @@ class Run:
             return
         self.progress = checkpoint.restore(found, self.trainer, self.about)
         self.pending = checkpoint.extra(found, "pending")
-        self.held = partial.read_held(found, checkpoint.extra(found, "held"), self.task)
+        about, transform = checkpoint.extra(found, "held"), self.trainer.scorer.transform
+        self.held = partial.read_held(found, about, self.task, transform)
         self.report.note(f"resumed from {found}")
 
     def train(self) -> None:
@@ -222,6 +223,7 @@ class Run:
 
     def save(self) -> Path:
         """Write a checkpoint of the last finished step."""
+        transform = self.trainer.scorer.transform
         return checkpoint.save(
             self.folder / "checkpoints",
             self.trainer,
@@ -229,7 +231,7 @@ class Run:
             self.config.run.keep_checkpoints,
             self.about
             | ({"pending": self.pending} if self.pending else {})
-            | ({"held": partial.about(self.held)} if self.held else {}),
+            | ({"held": partial.about(self.held, transform)} if self.held else {}),
             pinned_checkpoints(self.folder),
             {partial.FOLDER: partial.tensors_of(self.held)} if self.held else {},
         )
@@ -247,7 +249,9 @@ class Run:
         if found.held and self.model.plan.unified:
             self._make_room()
             with clock("held"):
-                metrics |= compare_held(self.trainer, found.held, self.progress.step + 1)
+                compared = compare_held(self.trainer, found.held)
+                metrics |= held_metrics(compared)
+                self.watchdog.judge(compared, "mismatch of unfinished samples")
         with self.signals.shield():
             if groups:
                 self._make_room()
