@@ -113,6 +113,18 @@ def test_the_last_line_says_exact_only_when_it_is():
     exact = {"mismatch/logp_abs_max": 0.0, "mismatch/logp_abs_mean": 0.0}
     assert "max |dlogp| 0  mean |dlogp| 0  (exactly 0" in last_line(exact)
     assert "not the same bits" in last_line({"mismatch/logp_abs_max": 1e-7})
+    nowhere = {"mismatch/held_tokens_differing": 0.0, "mismatch/held_logp_abs_max": 0.0}
+    assert "exactly 0" in last_line(exact | nowhere)
+    for wrong in (
+        {"mismatch/tokens_differing": 2.0},
+        {"mismatch/tokens_differing_share": 0.1},
+        {"mismatch/held_tokens_differing": 1.0},
+        {"mismatch/held_logp_abs_max": 1e-7},
+        {"mismatch/held_logp_abs_max": math.nan},
+    ):
+        assert "not the same bits" in last_line(exact | nowhere | wrong), wrong
+        assert "not the same bits" in last_line(nowhere | wrong), wrong
+    assert last_line({"reward/mean": 1.0}) == "mismatch: not measured"
 
 
 def test_the_last_line_calls_a_share_a_share():

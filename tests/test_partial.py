@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from samebit.errors import RunStopped
 from samebit.log import Reporter
 from samebit.loop import Run
 from samebit.replay import replay
+from samebit.report.data import exactness, read_run, worst_mismatch
+from samebit.reporter import last_line, step_line
 from samebit.types import Group, Prompt, Sample
 from tests import runs
 
@@ -119,25 +123,98 @@ def test_a_run_that_goes_on_without_parts_finishes_what_it_holds(file: Path, tmp
     assert run.held == ()
 
 
-def test_a_differing_bit_in_what_is_held_stops_the_run_before_the_update(
-    file: Path, tmp_path: Path
-):
-    run = run_of(file, tmp_path / "out")
+def change_waiting(run: Run, step: int, change: Callable[[np.ndarray], None]) -> None:
+    """Call `change` on the log-probs of every sample that is left unfinished, from `step` on."""
     advance = run.engine.advance
 
-    def flipped(*args: Any, **kwargs: Any) -> list[Group]:
-        groups = advance(*args, **kwargs)
-        sample = groups[-1].samples[0]
+    def changed(sample: Sample) -> Sample:
+        if sample.finished:
+            return sample
         logps = sample.logps.copy()
-        logps.view(np.int32)[-1] ^= 1
-        wrong = dataclasses.replace(sample, logps=logps)
-        rest = groups[-1].samples[1:]
-        return [*groups[:-1], dataclasses.replace(groups[-1], samples=(wrong, *rest))]
+        change(logps)
+        return dataclasses.replace(sample, logps=logps)
 
-    run.engine.advance = flipped  # type: ignore[method-assign]
-    with pytest.raises(RunStopped, match="unfinished samples of step 1: engine and trainer differ"):
+    def wrong(*args: Any, **kwargs: Any) -> list[Group]:
+        groups = advance(*args, **kwargs)
+        if run.progress.step + 1 < step:
+            return groups
+        return [
+            dataclasses.replace(g, samples=tuple(changed(s) for s in g.samples)) for g in groups
+        ]
+
+    run.engine.advance = wrong  # type: ignore[method-assign]
+
+
+def flip_last(logps: np.ndarray) -> None:
+    logps.view(np.int32)[-1] ^= 1
+
+
+@pytest.mark.parametrize("step", [1, 5])
+def test_a_differing_bit_in_what_is_held_stops_the_run_and_is_replayed(
+    file: Path, tmp_path: Path, step: int
+):
+    run = run_of(file, tmp_path / "out")
+    change_waiting(run, step, flip_last)
+    said = rf"mismatch of unfinished samples is not 0 .*step {step}, engine state; all operators"
+    with pytest.raises(RunStopped, match=said) as stopped:
         run.train()
     run.close()
+    assert run.progress.step == step - 1, "before the update"
+    found = replay(stopped.value.bundle)
+    waiting = 4 if step == 1 else 8
+    assert found.repeats and found.differing == found.differing_recorded == waiting
+    assert (found.older > 0) == (step == 5)
+    assert found.redrawn_equal == found.tokens - found.older - waiting
+
+
+def test_a_differing_bit_in_what_is_held_is_said_where_a_run_only_warns(
+    file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: Any
+):
+    run = run_of(file, tmp_path / "out", ("run.on_mismatch", "warn"))
+    change_waiting(run, 4, flip_last)
+    found = finish(run)
+    differing = [r["mismatch/held_tokens_differing"] for r in found]
+    assert differing == [0.0] * 3 + [8.0] * 3 + [7.0], "a sample has ended early"
+    assert all(r["mismatch/held_missing_tokens"] == 0.0 for r in found)
+    assert 0.0 < found[3]["mismatch/held_logp_abs_max"] < 1e-5
+    assert all(r.get("mismatch/tokens_differing", 0.0) == 0.0 for r in found)
+    assert caplog.text.count("mismatch of unfinished samples is not 0") == 1
+    assert [p.name for p in (tmp_path / "out" / "repro").iterdir()] == ["step_000004"]
+    assert replay(tmp_path / "out" / "repro" / "step_000004").differing == 8
+    before, line = step_line(3, 7, found[2]), step_line(4, 7, found[3])
+    assert "max|dlogp| 0 " in before and "differing" not in before
+    assert "max|dlogp| 0 " not in line and "differing 8 " in line
+    last = last_line(worst_mismatch(read_run(tmp_path / "out")))
+    assert "unfinished tokens differing 8  (not the same bits)" in last
+    assert main(["report", str(tmp_path / "out")]) == 0
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "xactly 0</b>" not in page and page.count("<b>up to ") == 2
+    assert "largest, of unfinished samples" in page
+
+
+def test_a_missing_log_prob_of_what_is_held_is_counted_and_no_mismatch(file: Path, tmp_path: Path):
+    def forget(logps: np.ndarray) -> None:
+        logps[-1] = np.nan
+
+    run = run_of(file, tmp_path / "out")
+    change_waiting(run, 4, forget)
+    found = finish(run)
+    assert [r["mismatch/held_missing_tokens"] for r in found] == [0.0] * 3 + [8.0] * 3 + [7.0]
+    assert all(r["mismatch/held_logp_abs_max"] == 0.0 for r in found)
+    assert all(np.isfinite(r["rl/loss"]) for r in found[2:])
+    assert not (tmp_path / "out" / "repro").exists()
+    assert "not the same bits" in last_line(worst_mismatch(read_run(tmp_path / "out")))
+
+
+def test_a_run_with_nothing_but_held_tokens_says_what_it_compared(file: Path, tmp_path: Path):
+    (first,) = finish(run_of(file, tmp_path / "out", ("train.steps", "1")))
+    assert "mismatch/tokens" not in first and first["mismatch/held_tokens"] > 0
+    assert "max|dlogp| 0" in step_line(1, 1, first)
+    last = last_line(worst_mismatch(read_run(tmp_path / "out")))
+    assert last.startswith("mismatch: max |dlogp| 0  (exactly 0")
+    found = exactness(read_run(tmp_path / "out"))
+    assert found is not None and found.exact and found.steps == 1
+    assert found.tokens == first["mismatch/held_tokens"]
 
 
 def test_a_differing_bit_in_a_resumed_sample_is_named_and_replayed(file: Path, tmp_path: Path):
@@ -187,17 +264,82 @@ def test_a_missing_log_prob_and_an_empty_sample_are_saved_too():
 
 def test_another_prompt_in_the_place_of_a_held_one_is_refused(file: Path, tmp_path: Path):
     finish(run_of(file, tmp_path / "out", ("train.steps", "1")))
-    with pytest.raises(
-        ValueError, match=r"unfinished samples of train prompt .* set the task's options"
-    ):
+    said = r"unfinished samples of train prompt .* set the task's options"
+    with pytest.raises(ValueError, match=said):
         run_of(file, tmp_path / "out", ("task.held_out_share", "0.6"), resume=True)
+
+
+def test_another_prompt_of_as_many_tokens_is_refused_too(tmp_path: Path):
+    file, share = runs.make(tmp_path), ("task.held_out_share", "0.0")
+    run = run_of(file, tmp_path / "out", share, ("train.steps", "1"))
+    finish(run)
+    data = tmp_path / "data.jsonl"
+    data.write_text(data.read_text().replace("say ", "sag "))
+    with pytest.raises(ValueError, match=r"unfinished samples of train prompt .* set the task's"):
+        run_of(file, tmp_path / "out", share, resume=True)
+    data.write_text(data.read_text().replace("sag ", "say "))
+    again = run_of(file, tmp_path / "out", share, resume=True)
+    again.close()
+    assert [h.index for h in again.held] == [h.index for h in run.held]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "parts"),
+    [
+        ("temperature", "0.5", "4"),
+        ("temperature", "0.5", "0"),
+        ("top_k", "5", "0"),
+        ("top_p", "0.9", "0"),
+    ],
+)
+def test_what_was_drawn_under_another_transform_is_not_gone_on_with(
+    file: Path, tmp_path: Path, key: str, value: str, parts: str
+):
+    finish(run_of(file, tmp_path / "out", ("train.steps", "3")))
+    other = (f"rollout.{key}", value), ("rollout.partial_tokens", parts)
+    with pytest.raises(
+        ValueError, match=rf"drawn with rollout.{key} = .*, this run has {value}: set it back"
+    ):
+        run_of(file, tmp_path / "out", *other, resume=True)
+    # the way out that the message names
+    steps = ("train.steps", "4"), ("rollout.partial_tokens", "0")
+    finish(run_of(file, tmp_path / "out", *steps, resume=True))
+    found = finish(run_of(file, tmp_path / "out", *other, ("train.steps", "5"), resume=True))
+    assert found[-1]["step"] == 5
+    assert found[-1].get("mismatch/tokens_differing", 0.0) == 0.0
+
+
+def test_steps_without_whole_groups_count_in_the_schedule(file: Path, tmp_path: Path):
+    settings = (("train.schedule", "linear"), ("train.learning_rate", "8e-4"))
+    found = finish(run_of(file, tmp_path / "out", *settings, ("train.steps", "8")))
+    rates = [r["train/learning_rate"] for r in found if "rl/loss" in r]
+    assert rates == pytest.approx([6e-4, 5e-4, 4e-4, 3e-4, 2e-4, 1e-4])
+
+
+def test_a_step_that_trains_on_nothing_says_that_it_cannot_be_timed(file: Path, tmp_path: Path):
+    stream = io.StringIO()
+    settings = PARTS | {"train.steps": "1", "train.profile_step": "1"}
+    run = Run(runs.config(file, tmp_path / "out", *settings.items()), False, Reporter(stream))
+    finish(run)
+    assert "train.profile_step = 1: no kernels.txt, because step 1" in stream.getvalue()
+    assert not (tmp_path / "out" / "kernels.txt").exists()
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("--rollout.partial-tokens 4 --rollout.top-k 5", "the set that older weights kept"),
-        ("--rollout.partial-tokens 4 --rl.algorithm dapo", "samples again until its step is full"),
+        (
+            "--rollout.partial-tokens 4 --rollout.top-k 5",
+            "command line: --rollout.partial-tokens, --rollout.top-k: partial_tokens = 4 with "
+            "top_p = 1.0, top_k = 5: the set that older weights kept",
+        ),
+        ("--rollout.partial-tokens 4 --rollout.top-p 0.9", "top_p = 0.9, top_k = 0: the set that"),
+        (
+            "--rollout.partial-tokens 4 --rl.algorithm dapo",
+            "command line: --rollout.partial-tokens, --rl.algorithm: partial_tokens = 4 with dapo, "
+            "which samples again until its step is full (max_sampling_rounds = 4); set "
+            "rl.max_sampling_rounds = 1",
+        ),
         ("--rollout.partial-tokens -1", "rollout.partial_tokens = -1"),
     ],
 )
@@ -206,3 +348,9 @@ def test_what_does_not_go_with_parts_is_refused(
 ):
     assert main(["train", str(file), "--out", str(tmp_path / "out"), *settings.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_advice_for_dapo_is_taken(file: Path, tmp_path: Path):
+    settings = "--rollout.partial-tokens 4 --rl.algorithm dapo --rl.max-sampling-rounds 1"
+    arguments = ["train", str(file), "--out", str(tmp_path / "out"), *settings.split()]
+    assert main([*arguments, "--steps", "1", "--quiet"]) == 0

@@ -35,7 +35,7 @@ from samebit.models.load import freeze, load_model, plan_for
 from samebit.models.source import fingerprint
 from samebit.models.source import resolve as resolve_model
 from samebit.models.tokenizer import Tokenizer
-from samebit.partial import Held, compare_held
+from samebit.partial import Held, compare_held, held_metrics
 from samebit.quant.plan import load_recipe
 from samebit.reporter import Reporter
 from samebit.run_checks import (
@@ -161,7 +161,8 @@ class Run:
             return
         self.progress = checkpoint.restore(found, self.trainer, self.about)
         self.pending = checkpoint.extra(found, "pending")
-        self.held = partial.read_held(found, checkpoint.extra(found, "held"), self.task)
+        about, transform = checkpoint.extra(found, "held"), self.trainer.scorer.transform
+        self.held = partial.read_held(found, about, self.task, transform)
         if self.progress.step > self.config.train.steps:
             raise ValueError(
                 f"train.steps = {self.config.train.steps}, but {self.folder} holds "
@@ -236,6 +237,7 @@ class Run:
 
     def save(self) -> Path:
         """Write a checkpoint of the last finished step."""
+        transform = self.trainer.scorer.transform
         return checkpoint.save(
             self.folder / "checkpoints",
             self.trainer,
@@ -243,7 +245,7 @@ class Run:
             self.config.run.keep_checkpoints,
             self.about
             | ({"pending": self.pending} if self.pending else {})
-            | ({"held": partial.about(self.held)} if self.held else {}),
+            | ({"held": partial.about(self.held, transform)} if self.held else {}),
             pinned_checkpoints(self.folder),
             {partial.FOLDER: partial.tensors_of(self.held)} if self.held else {},
         )
@@ -261,7 +263,9 @@ class Run:
         if found.held and self.model.plan.unified:
             self._make_room()
             with clock("held"):
-                metrics |= compare_held(self.trainer, found.held, self.progress.step + 1)
+                compared = compare_held(self.trainer, found.held)
+                metrics |= held_metrics(compared)
+                self.watchdog.judge(compared, "mismatch of unfinished samples")
         with self.signals.shield():
             if groups:
                 self._make_room()
@@ -269,6 +273,8 @@ class Run:
                     metrics |= self.trainer.step(groups)
                 with clock("refresh"):
                     self.engine.refresh()
+            else:
+                self._pass_over()
             self.progress = dataclasses.replace(found.progress, step=found.progress.step + 1)
             self.pending, self.held = metrics, found.held
         metrics |= clock.metrics()
@@ -281,6 +287,16 @@ class Run:
         if groups:
             metrics |= step_rates(self.model, self.config, groups, metrics)
         return metrics
+
+    def _pass_over(self) -> None:
+        """A step that has nothing to train on."""
+        self.trainer.pass_over()
+        step = self.progress.step + 1
+        if step == self.config.train.profile_step:
+            self.report.note(
+                f"train.profile_step = {step}: no kernels.txt, because step {step} has no group to train "
+                "on; ask for a later step"
+            )
 
     @contextmanager
     def _profiled(self, groups: list[Group]) -> Iterator[None]:

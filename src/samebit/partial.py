@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from samebit.diagnosis import diagnose_mismatch
-from samebit.errors import RunStopped
 from samebit.models.weights import CheckpointReader
-from samebit.rl.metrics import Metrics
+from samebit.reference.sampling import Transform
 from samebit.rl.mismatch import measure
 from samebit.tasks.api import TaskBase
 from samebit.train.pack import pack_part
+from samebit.train.score import Compared
 from samebit.train.step import Trainer
 from samebit.types import FinishReason, Group, Prompt, Sample
 
@@ -36,6 +35,8 @@ _ARRAYS = {
     "ids": np.int32, "logps": np.float32, "versions": np.int32,
 }  # fmt: skip
 """samples: of each group; the next three of each sample; the rest of each token."""
+_COMPARED = ("tokens", "tokens_differing", "missing_tokens", "logp_abs_max")
+"""What is told of the comparison of held groups."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,10 @@ def tensors_of(held: Sequence[Held]) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(array.view(np.uint8)) for name, array in arrays.items()}
 
 
-def about(held: Sequence[Held]) -> dict[str, Any]:
-    """What a checkpoint's state says of the groups held."""
+def about(held: Sequence[Held], transform: Transform) -> dict[str, Any]:
+    """What a checkpoint's state says of the groups held. transform: what they are drawn under."""
     return {
+        "transform": asdict(transform),
         "prompts": [h.index for h in held],
         "digests": [_digest(h.group.prompt) for h in held],
     }
@@ -81,10 +83,16 @@ def _digest(prompt: Prompt) -> str:
     return hashlib.sha256(np.asarray(prompt.ids, np.int64).tobytes()).hexdigest()[:16]
 
 
-def read_held(checkpoint: Path, found: dict[str, Any], task: TaskBase) -> tuple[Held, ...]:
-    """The groups that a checkpoint holds; found: its `about`. ValueError where the task's prompts changed."""
+def read_held(
+    checkpoint: Path, found: dict[str, Any], task: TaskBase, transform: Transform
+) -> tuple[Held, ...]:
+    """The groups that a checkpoint holds; found: its `about`.
+
+    ValueError where the task's prompts or the sampling transform changed.
+    """
     if not found.get("prompts"):
         return ()
+    _require_same_transform(checkpoint, found.get("transform", {}), transform)
     reader = CheckpointReader(checkpoint / FOLDER, codes=True)
     arrays = {name: reader.read(name).numpy().view(dtype).copy() for name, dtype in _ARRAYS.items()}
     ends = np.cumsum(arrays["length"])
@@ -117,32 +125,38 @@ def read_held(checkpoint: Path, found: dict[str, Any], task: TaskBase) -> tuple[
     return tuple(out)
 
 
-def compare_held(trainer: Trainer, held: Sequence[Held], step: int) -> dict[str, float]:
-    """Compare the present version's tokens of held groups with the training forward, before they go stale.
+def _require_same_transform(checkpoint: Path, drawn: dict[str, Any], transform: Transform) -> None:
+    """Log-probs under two transforms are not of one policy: neither ratios nor comparisons hold."""
+    for key, value in asdict(transform).items():
+        if drawn.get(key) != value:
+            raise ValueError(
+                f"checkpoint {checkpoint} holds unfinished samples drawn with rollout.{key} = "
+                f"{drawn.get(key)!r}, this run has {value!r}: set it back (a step with "
+                "rollout.partial_tokens = 0 finishes them; then it can be changed), or start a new run "
+                "in another folder"
+            )
 
-    `mismatch/held_*`; tokens that wait through a step without an update are compared again. RunStopped,
-    the operator named, where a bit differs (run.on_mismatch = "stop").
-    """
+
+def compare_held(trainer: Trainer, held: Sequence[Held]) -> Compared:
+    """The present version's tokens of held groups against the training forward, before they go stale."""
     model, config = trainer.model, trainer.config
-    begun = [
-        Group(h.group.prompt, tuple(s for s in h.group.samples if s.ids)) for h in held if h.tokens
-    ]
-    batches = pack_part(begun, range(len(begun)), config.train.micro_batch_tokens, model.device)
-    found, logps = Metrics(), []
-    for batch in batches:
+    begun = []
+    for group in (h.group for h in held if h.tokens):
+        samples = tuple(s for s in group.samples if s.ids)
+        begun.append(Group(group.prompt, samples, (None,) * len(samples)))
+    found = Compared(begun)
+    for batch in pack_part(begun, range(len(begun)), config.train.micro_batch_tokens, model.device):
         with torch.no_grad():
             logp, _, _ = trainer.scorer.forward(model, batch)
         everything = torch.ones_like(batch.targets, dtype=torch.bool)
         stale = batch.version != model.version
-        found = found.merge(measure(logp, batch.rollout_logp, everything, stale))
-        logps.append(logp)
-    numbers = found.compute()
-    if numbers.get("mismatch/tokens_differing") and config.run.on_mismatch == "stop":
-        logp_C = torch.cat(logps).cpu().numpy()
-        what = diagnose_mismatch(model, begun, logp_C, trainer.scorer.transform, step)
-        raise RunStopped(
-            f"unfinished samples of step {step}: engine and trainer differ ({what.role}; "
-            f"{what.phase}; {what.where}). No weight was moved"
-        )
-    names = {"tokens": "held_tokens", "tokens_differing": "held_tokens_differing"}
-    return {f"mismatch/{new}": numbers.get(f"mismatch/{old}", 0.0) for old, new in names.items()}
+        found.merge(measure(logp, batch.rollout_logp, everything, stale))
+        found.observed.append(logp)
+    return found
+
+
+def held_metrics(compared: Compared) -> dict[str, float]:
+    """mismatch/held_*; tokens that wait through a step without an update are counted again."""
+    numbers = compared.metrics.compute()
+    names = {n: f"mismatch/{n}" for n in _COMPARED}
+    return {f"mismatch/held_{n}": numbers[key] for n, key in names.items() if key in numbers}

@@ -6,6 +6,7 @@ seconds.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -177,10 +178,38 @@ def format_seconds(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
+_GAPS = ("mismatch/logp_abs_max", "mismatch/held_logp_abs_max")
+_COUNTS = ("mismatch/tokens_differing", "mismatch/held_tokens_differing")
+
+
+def largest_gap(values: Mapping[str, Any]) -> float | None:
+    """Largest |dlogp| (NaN wins) of tokens in updates and in groups that wait; None: none compared."""
+    found = [values[key] for key in _GAPS if key in values]
+    return max(found, key=lambda gap: (math.isnan(gap), gap)) if found else None
+
+
+def differing(values: Mapping[str, Any]) -> float | None:
+    """How many of those tokens differ in a bit; None where none does."""
+    return sum(values.get(key, 0.0) for key in _COUNTS) or None
+
+
+def is_exact(values: Mapping[str, Any]) -> bool | None:
+    """Whether no compared token differed in a bit; None where none was compared.
+
+    values: metrics of a step, or the worst of each over steps.
+    """
+    gap = largest_gap(values)
+    share = values.get("mismatch/tokens_differing_share", 0.0)
+    if gap is None and not differing(values):
+        return None
+    return gap == 0 and share == 0 and not differing(values)
+
+
 _SHOWN = (
     ("reward", "reward/mean", "{:.3f}"),
     ("held-out", "reward/eval_mean", "{:.3f}"),
-    ("max|dlogp|", "mismatch/logp_abs_max", None),
+    ("max|dlogp|", largest_gap, None),
+    ("differing", differing, "{:,.0f}"),
     ("length", "rollout/length_mean", "{:.0f}"),
     ("entropy", "rl/entropy", "{:.2f}"),
     ("clipped", "rl/clip_share_positive", "{:.1%}"),
@@ -195,20 +224,19 @@ _PHASES = ("rollout", "reward", "forward", "backward", "optimizer")
 
 def last_line(values: Mapping[str, Any]) -> str:
     """The run's mismatch in a sentence: `0` only where it is exactly 0."""
-    if "mismatch/logp_abs_max" not in values:
+    exact = is_exact(values)
+    if exact is None:
         return "mismatch: not measured"
-    exact = values["mismatch/logp_abs_max"] == 0
     verdict = "exactly 0: rollout and training are the same bits" if exact else "not the same bits"
-    parts = [
-        f"{name} {format_metric(values[key])}"
-        for name, key in (
-            ("max |dlogp|", "mismatch/logp_abs_max"),
-            ("mean |dlogp|", "mismatch/logp_abs_mean"),
-            ("share of tokens differing", "mismatch/tokens_differing_share"),
-            ("k3", "mismatch/k3"),
-        )
-        if key in values
-    ]
+    shown = (
+        ("max |dlogp|", largest_gap(values)),
+        ("mean |dlogp|", values.get("mismatch/logp_abs_mean")),
+        ("share of tokens differing", values.get("mismatch/tokens_differing_share")),
+        ("k3", values.get("mismatch/k3")),
+        # where there are any: runs without parts of samples have no such tokens
+        ("unfinished tokens differing", values.get("mismatch/held_tokens_differing") or None),
+    )
+    parts = [f"{name} {format_metric(value)}" for name, value in shown if value is not None]
     return f"mismatch: {'  '.join(parts)}  ({verdict})"
 
 
@@ -216,9 +244,9 @@ def step_line(step: int, total: int, values: Mapping[str, Any]) -> str:
     """`step 3/15  reward 0.412  max|dlogp| 0 ...`: the few numbers worth a glance."""
     parts = [f"step {step:>{len(str(total))}}/{total}" if total else f"step {step}"]
     for name, key, form in _SHOWN:
-        if key in values:
-            shown = format_metric(values[key]) if form is None else form.format(values[key])
-            parts.append(f"{name} {shown}")
+        value = key(values) if callable(key) else values.get(key)
+        if value is not None:
+            parts.append(f"{name} {format_metric(value) if form is None else form.format(value)}")
     return "  ".join(parts) + phases_line(values)
 
 

@@ -60,28 +60,11 @@ class Checks:
             self.sampling,
             config.rl.group_size,
             config.rl.mini_batches * config.rl.epochs,
+            config.rollout.partial_tokens,
         ):
             log.warning("%s", warning)
-        self._check_partial(config)
         load_engine(config.rollout.engine)
         self.task = load_task(config.task.name, config.task.options, config.seed)
-
-    def _check_partial(self, config: Config) -> None:
-        """What samples drawn in parts do not go with."""
-        r, name = config.rollout, f"rollout.partial_tokens = {config.rollout.partial_tokens}"
-        if not r.partial_tokens:
-            return
-        if r.top_p < 1 or r.top_k > 0:
-            raise ValueError(
-                f"{name} with top_p = {r.top_p}, top_k = {r.top_k}: the set that older weights kept is "
-                "not the policy's own, so ratios are wrong; set top_p = 1 and top_k = 0"
-            )
-        if self.algorithm.max_sampling_rounds > 1:
-            raise ValueError(
-                f"{name} with an algorithm that samples again until its step is full "
-                f"(max_sampling_rounds = {self.algorithm.max_sampling_rounds}): set "
-                "rl.options.max_sampling_rounds = 1, or partial_tokens = 0"
-            )
 
     def model_of(self, folder: Path) -> ModelConfig:
         """The folder's model; ValueError where recipe or sampling are not for it."""

@@ -18,6 +18,7 @@ from samebit.config import Config
 from samebit.diagnosis import Diagnosis, diagnose_mismatch, first_nonfinite
 from samebit.errors import RunStopped
 from samebit.models.decoder import Decoder
+from samebit.train.score import Compared
 from samebit.train.step import Rollout, Trainer
 
 log = logging.getLogger(__name__)
@@ -49,24 +50,29 @@ class Watchdog:
         return self.trainer.model
 
     def before_update(self, rollout: Rollout) -> None:
-        """Compare log-probs before the first update of a step. RunStopped unless only warning."""
+        """Judge log-probs before the first update of a step. RunStopped unless only warning."""
         self._rollout = rollout
+        self.judge(rollout, "mismatch")
+
+    def judge(self, compared: Compared, what: str) -> None:
+        """Leave a bundle where a bit differs in a unified recipe; RunStopped unless only warning, once."""
         if not self.model.plan.unified or self.warned:
             return
-        found = rollout.metrics.compute()
+        found = compared.metrics.compute()
         # a token without a sampler's log-prob is counted apart (mismatch/missing_tokens)
         if found.get("mismatch/tokens_differing", 0.0) <= found.get("mismatch/missing_tokens", 0.0):
             return
-        logp = rollout.trainer_logp().numpy()
+        logp = compared.trainer_logp().numpy()
         if not bool((logp == logp).all()):
             return  # NaN in the forward: not a mismatch but a broken number, see after_step
         transform = self.trainer.scorer.transform
-        diagnosis = diagnose_mismatch(self.model, rollout.groups, logp, transform, self.step)
-        bundle = self._leave_bundle(diagnosis, rollout, {})
+        diagnosis = diagnose_mismatch(self.model, compared.groups, logp, transform, self.step)
+        bundle = self._leave_bundle(diagnosis, compared, {})
+        reason = f"{what} is not 0 in a unified recipe"
         if self.config.run.on_mismatch == "stop":
-            raise self._stop(diagnosis, bundle, "mismatch is not 0 in a unified recipe")
+            raise self._stop(diagnosis, bundle, reason)
         self.warned = True
-        log.warning("mismatch is not 0 in a unified recipe; bundle: %s", bundle)
+        log.warning("%s; bundle: %s", reason, bundle)
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
         """Count steps in a row with a number that is not finite; RunStopped at the limit."""
@@ -108,7 +114,7 @@ class Watchdog:
         return Diagnosis("non-finite", self.step, phase, found, where, (), bad, len(logp))
 
     def _leave_bundle(
-        self, diagnosis: Diagnosis, rollout: Rollout, more: Mapping[str, Any]
+        self, diagnosis: Diagnosis, compared: Compared, more: Mapping[str, Any]
     ) -> Path:
         for line in diagnosis.lines():
             self.note(line)
@@ -119,8 +125,8 @@ class Watchdog:
             "version": self.model.version,
             **more,
         }
-        logp = rollout.trainer_logp().numpy()
-        return write_bundle(run, self.step, self.config, rollout.groups, logp, self.save(), about)
+        logp = compared.trainer_logp().numpy()
+        return write_bundle(run, self.step, self.config, compared.groups, logp, self.save(), about)
 
     def _stop(self, diagnosis: Diagnosis, bundle: Path, reason: str) -> RunStopped:
         text = (

@@ -68,6 +68,18 @@ def test_parts_at_the_same_weights_are_the_whole(model, kind, budget):
     assert {s.finish_reason for g in whole for s in g.samples} == {"stop", "length"}
 
 
+@pytest.mark.parametrize("kind", list(ENGINES))
+@pytest.mark.parametrize("limit", [3, 4])
+def test_a_sample_begun_under_a_higher_limit_ends_there(model, kind, limit):
+    """Also where what was drawn is just the new limit: nothing more is drawn of it."""
+    engine = ENGINES[kind](model, TIGHT, None, 5)
+    begun = engine.advance(begin(prompts()[:2], 2), Sampling(max_tokens=20), budget=4)
+    assert all(s.finish_reason == "partial" for g in begun for s in g.samples)
+    ended = engine.advance(begun, Sampling(max_tokens=limit))
+    assert [row[:-1] for row in drawn(ended)] == [row[:-1] for row in drawn(begun)]
+    assert all(s.finish_reason == "length" for g in ended for s in g.samples)
+
+
 def test_a_deadline_s_samples_are_gone_on_with(model):
     engine = Ahead(model, RolloutConfig(), None, 5)
     whole = engine.generate(prompts(), 2, ENDS, 3)

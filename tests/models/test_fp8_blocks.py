@@ -16,7 +16,12 @@ from samebit.cli.policy import find_target
 from samebit.models.config import read_config
 from samebit.models.decoder import Decoder
 from samebit.models.export import export_bf16, export_fp8
-from samebit.models.fp8_blocks import QuantisedMatrix, master_of, quantised_matrices
+from samebit.models.fp8_blocks import (
+    QuantisedMatrix,
+    first_difference,
+    master_of,
+    quantised_matrices,
+)
 from samebit.models.load import family_names, load_model, named_masters
 from samebit.quant.plan import load_recipe
 from samebit.reference.quantize import quantize_matrix
@@ -158,6 +163,20 @@ def test_codes_of_what_is_not_quantised_are_refused(tmp_path, name, dtype):
     said = rf"out: {name}\.weight is {dtype}; of an FP8 export only the linears of the blocks are codes"
     with pytest.raises(ValueError, match=said):
         load_model(folder, load_recipe("fp8"))
+
+
+def test_a_code_alone_or_a_scale_alone_is_a_difference():
+    codes = torch.tensor([[448.0, 2.0, -1.0]]).to(torch.float8_e4m3fn)
+    scales = torch.tensor([[0.5]])
+    other_codes, other_scales = codes.clone(), scales.clone()
+    other_codes.view(torch.uint8)[0, 1] += 1
+    other_scales.view(torch.int32)[0, 0] += 1
+    held = {"w": QuantisedMatrix(codes, scales)}
+    assert first_difference(held, "w", QuantisedMatrix(codes.clone(), scales.clone())) is None
+    found = first_difference(held, "w", QuantisedMatrix(other_codes, scales))
+    assert found == "1 of 3 codes and 0 of 1 scales"
+    found = first_difference(held, "w", QuantisedMatrix(codes, other_scales))
+    assert found == "0 of 3 codes and 1 of 1 scales"
 
 
 def test_a_master_by_hand():

@@ -80,17 +80,23 @@ def test_what_cannot_be_known_before_is_not_planned(folder, recipe, rl, options)
     assert ops.planned == 0
 
 
+@pytest.mark.parametrize("sample", [0, 2])
 @pytest.mark.parametrize("change", ["version", "gap"])
-def test_batches_with_older_or_unknown_log_probs_are_not_planned(folder, change):
+def test_batches_with_older_or_unknown_log_probs_are_not_planned(folder, change, sample):
+    """One token is enough: the first of a pack, or one further on."""
+
     def altered(groups):
         out = []
         for group in groups:
-            first, *rest = group.samples
+            samples = list(group.samples)
+            old = samples[sample]
+            versions, logps = old.versions.copy(), old.logps.copy()
             if change == "version":
-                first = dataclasses.replace(first, versions=first.versions - 1)
+                versions[0] -= 1
             else:
-                first = dataclasses.replace(first, logps=np.full_like(first.logps, np.nan))
-            out.append(dataclasses.replace(group, samples=(first, *rest)))
+                logps[0] = np.nan
+            samples[sample] = dataclasses.replace(old, versions=versions, logps=logps)
+            out.append(dataclasses.replace(group, samples=tuple(samples)))
         return out
 
     ops = Planning()

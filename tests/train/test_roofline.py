@@ -79,6 +79,11 @@ def test_shares_are_least_time_over_time_taken():
     count = LINEARS + HEAD + 5 * 128
     assert least == pytest.approx((20 * count + 2 * (LINEARS + HEAD)) / 1e6)
     assert shares["perf/roofline_optimizer"] == pytest.approx(6 * least / 2)
+    # the groups of a step that draws in parts were not drawn in that step's time
+    parts = taken | {"rollout/drawn_tokens": 4.0}
+    found = roofline.roofline_shares(CARD, MODEL, plan("bf16"), config, GROUPS, parts)
+    assert found == {k: v for k, v in shares.items() if k != "perf/roofline_rollout"}
+    assert len(found) == 2
     assert shares["perf/roofline_rollout"] == pytest.approx(
         roofline.rollout_seconds(CARD, MODEL, plan("bf16"), GROUPS, 2) / 8
     )

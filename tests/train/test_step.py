@@ -135,6 +135,16 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted(folder):
     assert not trainer.optimizer.state
 
 
+def test_a_step_counts_its_updates_in_the_schedule_however_few_it_makes(folder):
+    """Two groups make two of four mini-batches; no group makes none."""
+    trainer = build(folder, "fp8", schedule="linear", steps=4, rl={"mini_batches": 4})
+    few = trainer.step(rollout(trainer.model)[:2])
+    assert trainer.updates == 4 and few["train/learning_rate"] == pytest.approx(15 / 16 * 1e-3)
+    trainer.pass_over()
+    later = trainer.step(rollout(trainer.model, first_id=100))
+    assert trainer.updates == 12 and later["train/learning_rate"] == pytest.approx(5 / 16 * 1e-3)
+
+
 def test_zero_learning_rate_gives_ratio_exactly_one_over_epochs(folder):
     trainer = build(folder, "fp8", learning_rate=0.0, rl={"epochs": 2, "mini_batches": 2})
     metrics = trainer.step(rollout(trainer.model))

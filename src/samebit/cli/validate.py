@@ -47,6 +47,7 @@ def validate(config: Config, origin: Origin) -> list[str]:
             sampling_of(config),
             config.rl.group_size,
             config.rl.epochs * config.rl.mini_batches,
+            config.rollout.partial_tokens,
         )
     with blame("rollout", ["rollout"]):
         load_engine(config.rollout.engine)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from samebit.log import read_json_lines
+from samebit.reporter import is_exact, largest_gap
 
 
 @dataclass(frozen=True)
@@ -93,3 +94,35 @@ def worst_mismatch(run: RunData) -> dict[str, float]:
         if values:
             out[key] = unordered[0] if unordered else max(values)
     return out
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """What was compared in a run. gap: largest |dlogp|. Tokens that waited through steps count each time."""
+
+    exact: bool
+    gap: float
+    differing: float
+    tokens: float
+    steps: int
+
+    def describe(self) -> str:
+        """`exactly 0` only where no bit differed."""
+        if self.exact:
+            return "exactly 0"
+        return f"up to {self.gap:.3g}" if self.gap != 0 else f"{self.differing:,.0f} tokens differ"
+
+
+def exactness(run: RunData) -> Exactness | None:
+    """Tokens in updates and tokens that wait, over all steps; None where none was compared."""
+    worst = worst_mismatch(run)
+    exact, gap = is_exact(worst), largest_gap(worst)
+    if exact is None:
+        return None
+
+    def count(name: str) -> float:
+        keys = (f"mismatch/{name}", f"mismatch/held_{name}")
+        return sum(value for key in keys for _, value in run.series(key))
+
+    steps = {r["step"] for r in run.records if is_exact(r) is not None}
+    return Exactness(exact, gap or 0.0, count("tokens_differing"), count("tokens"), len(steps))

@@ -8,9 +8,9 @@ from typing import Any
 
 import samebit
 from samebit.report.charts import short
-from samebit.report.data import RunData
+from samebit.report.data import RunData, exactness
 from samebit.report.flow import draw_flow, precision_text
-from samebit.report.panels import Panel, all_panels, color_of, is_exact
+from samebit.report.panels import Panel, all_panels, color_of
 from samebit.report.style import CSS, SCRIPT
 
 TEXT_LIMIT = 1500
@@ -100,12 +100,11 @@ def _tiles(run: RunData) -> str:
         tiles.append(
             _tile(f"{reward[0]:.3f} → {reward[1]:.3f}", "training reward, first and last step")
         )
-    exact = is_exact(run)
-    if exact is not None:
-        largest = max(v for _, v in run.series("mismatch/logp_abs_max"))
-        value = "exactly 0" if exact else f"{largest:.3g}"
-        kind = "exact" if exact else "inexact"
-        tiles.append(_tile(value, "largest |Δ log-prob|, sampler against trainer", kind))
+    found = exactness(run)
+    if found is not None:
+        kind = "exact" if found.exact else "inexact"
+        label = "largest |Δ log-prob|, sampler against trainer"
+        tiles.append(_tile(found.describe(), label, kind))
     seconds = _seconds(run)
     if seconds:
         tiles.append(_tile(_duration(seconds), "in steps and evaluations"))
@@ -116,11 +115,8 @@ def _summary(runs: Sequence[RunData]) -> str:
     rows = []
     for i, run in enumerate(runs):
         held_out, reward = _first_last(run, "reward/eval_mean"), _first_last(run, "reward/mean")
-        exact = is_exact(run)
-        mismatch = "not measured"
-        if exact is not None:
-            largest = max(v for _, v in run.series("mismatch/logp_abs_max"))
-            mismatch = "exactly 0" if exact else f"{largest:.3g}"
+        found = exactness(run)
+        mismatch = "not measured" if found is None else found.describe()
         cells = [
             str(_config(run, "recipe") or ""),
             f"{int(run.records[-1].get('step', 0))}",

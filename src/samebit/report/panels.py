@@ -15,7 +15,7 @@ from samebit.report.charts import (
     short,
     stacked_bars,
 )
-from samebit.report.data import RunData
+from samebit.report.data import RunData, exactness
 
 RUN_COLORS = (
     "#2f6fdf",
@@ -159,7 +159,11 @@ def _reward(runs: Sequence[RunData]) -> Panel | None:
 
 
 def _mismatch(runs: Sequence[RunData]) -> Panel | None:
-    metrics = (("mismatch/logp_abs_max", "largest"), ("mismatch/logp_abs_mean", "mean"))
+    metrics = (
+        ("mismatch/logp_abs_max", "largest"),
+        ("mismatch/logp_abs_mean", "mean"),
+        ("mismatch/held_logp_abs_max", "largest, of unfinished samples"),
+    )
     series = _series(runs, metrics)
     if not series:
         return None
@@ -172,27 +176,16 @@ def _mismatch(runs: Sequence[RunData]) -> Panel | None:
     return _panel("Mismatch", about, series, f'<div class="verdicts line">{verdicts}</div>{chart}')
 
 
-def is_exact(run: RunData) -> bool | None:
-    """Whether no token of any step differed; None where it was not measured."""
-    found = run.series("mismatch/logp_abs_max")
-    differing = run.series("mismatch/tokens_differing_share")
-    if not found:
-        return None
-    return all(v == 0 for _, v in [*found, *differing])
-
-
 def _verdict(run: RunData) -> str:
-    exact = is_exact(run)
-    if exact is None:
+    found = exactness(run)
+    if found is None:
         return ""
-    name = escape(run.name)
-    steps = len(run.series("mismatch/logp_abs_max"))
-    tokens = sum(v for _, v in run.series("mismatch/tokens"))
-    over = f"over {steps:,} steps" + (f" and {tokens:,.0f} tokens" if tokens else "")
-    if exact:
-        return f'<p class="exact"><b>Exactly 0</b><span>{name}, {over}</span></p>'
-    largest = max(v for _, v in run.series("mismatch/logp_abs_max"))
-    return f'<p class="inexact"><b>up to {largest:.3g}</b><span>{name}, {over}</span></p>'
+    said = found.describe()
+    over = f"over {found.steps:,} steps"
+    over += f" and {found.tokens:,.0f} tokens" if found.tokens else ""
+    kind = "exact" if found.exact else "inexact"
+    said = said.replace("exactly", "Exactly")
+    return f'<p class="{kind}"><b>{said}</b><span>{escape(run.name)}, {over}</span></p>'
 
 
 def _time(run: RunData, named: bool) -> Panel | None:

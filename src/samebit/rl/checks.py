@@ -13,12 +13,16 @@ def check_pair(
     sampling: Sampling,
     group_size: int | None = None,
     updates_per_rollout: int = 1,
+    partial_tokens: int = 0,
 ) -> list[str]:
     """Warnings, each with its reason; ValueError for a combination that makes no sense.
 
     `recipe_is_unified`: rollout and training forward are the same function, bit for bit.
+    `partial_tokens`: what a sample is given in a step, 0: all of it.
     """
     _refuse_sampling(sampling, recipe_is_unified, updates_per_rollout)
+    if partial_tokens:
+        _refuse_parts(partial_tokens, algorithm, sampling)
     if group_size is not None and group_size < algorithm.min_group_size:
         raise ValueError(
             f"group_size = {group_size}: {_name(algorithm)} compares the samples of one prompt "
@@ -46,6 +50,21 @@ def _refuse_sampling(sampling: Sampling, unified: bool, updates: int) -> None:
         raise ValueError(
             f"top_p = {sampling.top_p}, top_k = {sampling.top_k} with {cause}: the kept set of the "
             "sampler is not the policy's own, so ratios are wrong; set top_p = 1 and top_k = 0"
+        )
+
+
+def _refuse_parts(partial_tokens: int, algorithm: Algorithm, sampling: Sampling) -> None:
+    given = f"partial_tokens = {partial_tokens}"
+    if sampling.top_p < 1 or sampling.top_k > 0:
+        raise ValueError(
+            f"{given} with top_p = {sampling.top_p}, top_k = {sampling.top_k}: the set that older "
+            "weights kept is not the policy's own, so ratios are wrong; set top_p = 1 and top_k = 0"
+        )
+    if algorithm.max_sampling_rounds > 1:
+        raise ValueError(
+            f"{given} with {_name(algorithm)}, which samples again until its step is full "
+            f"(max_sampling_rounds = {algorithm.max_sampling_rounds}); set rl.max_sampling_rounds = 1, "
+            "or rollout.partial_tokens = 0"
         )
 
 

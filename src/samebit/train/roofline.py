@@ -128,7 +128,10 @@ def roofline_shares(
     groups: Sequence[Group],
     seconds: Mapping[str, float],
 ) -> dict[str, float]:
-    """perf/roofline_* of a step whose `time/` metrics are `seconds`: least time over time taken."""
+    """perf/roofline_* of a step whose `time/` metrics are `seconds`: least time over time taken.
+
+    No rollout's where the step drew parts of samples: `groups` were not drawn in its time.
+    """
     rl = config.rl
     update = sum(update_seconds(card, model, plan, groups).values()) * rl.epochs
     optimizer = optimizer_seconds(card, model, plan, config.train.optimizer_states)
@@ -138,10 +141,10 @@ def roofline_shares(
         "update": (update, ("forward", "backward")),
         "optimizer": (optimizer and optimizer * rl.epochs * rl.mini_batches, ("optimizer",)),
     }
-    out = {}
+    out, in_parts = {}, "rollout/drawn_tokens" in seconds
     for phase, (least, parts) in taken.items():
         time = sum(seconds.get(f"time/{part}_s", 0.0) for part in parts)
-        if least is not None and time > 0:
+        if least is not None and time > 0 and not (phase == "rollout" and in_parts):
             out[f"perf/roofline_{phase}"] = least / time
     return out
 

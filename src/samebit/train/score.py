@@ -11,7 +11,9 @@ from torch import nn
 from samebit.layers.functional import gather_rows
 from samebit.models.decoder import Decoder
 from samebit.reference.sampling import Transform
+from samebit.rl.metrics import Metrics
 from samebit.train.pack import PackedBatch
+from samebit.types import Group
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """(log-probs, entropies, values or None) of a pack's completion tokens, FP32 [C]."""
@@ -29,6 +31,23 @@ class Scores:
     reference: torch.Tensor | None = None
     shadow_old: torch.Tensor | None = None
     value: torch.Tensor | None = None
+
+
+class Compared:
+    """Groups whose log-probs by the trainer are compared with the sampler's."""
+
+    def __init__(self, groups: Sequence[Group], metrics: Metrics | None = None):
+        self.groups, self.metrics = groups, metrics or Metrics()
+        self.observed: list[torch.Tensor] = []
+        """Log-probs of the forwards that were compared with the sampler's, batch by batch."""
+
+    def trainer_logp(self) -> torch.Tensor:
+        """FP32 [completion tokens] on the CPU, in rollout order."""
+        return torch.cat(self.observed).cpu()
+
+    def merge(self, found: Metrics) -> None:
+        """Add a micro-batch's metrics."""
+        self.metrics = self.metrics.merge(found)
 
 
 class Scorer:

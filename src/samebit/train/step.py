@@ -35,12 +35,12 @@ from samebit.train.quant_metrics import (
     activation_shares,
     observe_activations,
 )
-from samebit.train.score import Outputs, Scorer, Scores
+from samebit.train.score import Compared, Outputs, Scorer, Scores
 from samebit.train.timing import PartTimer
 from samebit.types import Group
 
 
-class Rollout:
+class Rollout(Compared):
     """One step's groups with everything known about them before the first update."""
 
     def __init__(
@@ -50,7 +50,8 @@ class Rollout:
         advantages: Advantages,
         device: torch.device | str = "cpu",
     ):
-        self.groups, self.scores = groups, scores
+        super().__init__(groups, Metrics(advantages.metrics))
+        self.scores = scores
         self.included: list[bool] = advantages.include_B.tolist()
         """Of each sequence, whether it has a verdict."""
         return_T = advantages.return_T
@@ -61,17 +62,6 @@ class Rollout:
             return_T=None if return_T is None else return_T.to(device),
         )
         """On the device: micro-batches cut their tokens out of them."""
-        self.metrics = Metrics(advantages.metrics)
-        self.observed: list[torch.Tensor] = []
-        """Log-probs of the forwards that were compared with the sampler's, batch by batch."""
-
-    def trainer_logp(self) -> torch.Tensor:
-        """FP32 [completion tokens] on the CPU, in rollout order."""
-        return torch.cat(self.observed).cpu()
-
-    def merge(self, found: Metrics) -> None:
-        """Add a micro-batch's metrics."""
-        self.metrics = self.metrics.merge(found)
 
     def mask(self, batch: PackedBatch) -> torch.Tensor:
         """Bool [C]: tokens of sequences with a verdict."""
@@ -126,7 +116,7 @@ class Trainer:
         self.steps = 0
         """Rollouts trained on so far."""
         self.updates = 0
-        """Optimiser steps taken or skipped so far."""
+        """Where the learning rate's schedule is: `updates_per_step` a step, however few were made."""
         self.skipped = 0
         """Optimiser steps skipped because a gradient was not finite."""
         self.nonfinite_roles: tuple[str, ...] = ()
@@ -170,8 +160,13 @@ class Trainer:
         if self.correction.moves_bounds:
             rollout.merge(self.correction.bound_metrics(*self.algorithm.clip_bounds))
         self.steps += 1
+        self.updates += self.updates_per_step - len(parts)  # fewer groups than mini-batches
         numbers["train/skipped_steps"] = float(self.skipped)
         return rollout.metrics.compute() | numbers | probe.measure() | timer.seconds()
+
+    def pass_over(self) -> None:
+        """A step without a group to train on: only the schedule goes on."""
+        self.updates += self.updates_per_step
 
     def _pack(self, groups: Sequence[Group], part: range) -> list[PackedBatch]:
         """Micro-batches with everything on the device, so that no forward waits for a copy."""
