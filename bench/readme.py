@@ -266,7 +266,7 @@ def kernel_parity() -> Iterable[list[str]]:
         compared = f"{record['elements_compared']:,} elements"
         result = difference(record["elements_differing"], whole)
         if record["elements_differing"]:
-            result += ", **not explained**"
+            result += ", **cause not proven**"
         yield [what, compared, result, f"`h200/{name}.json`"]
 
 
