@@ -336,8 +336,8 @@ def test_a_step_that_trains_on_nothing_says_that_it_cannot_be_timed(file: Path, 
         ("--rollout.partial-tokens 4 --rollout.top-p 0.9", "top_p = 0.9, top_k = 0: the set that"),
         (
             "--rollout.partial-tokens 4 --rl.algorithm dapo",
-            "command line: --rollout.partial-tokens, --rl.algorithm: partial_tokens = 4 with dapo, "
-            "which samples again until its step is full (max_sampling_rounds = 4); set "
+            "command line: --rollout.partial-tokens, --rl.algorithm: partial_tokens = 4 with "
+            "algorithm 'dapo', which samples again until its step is full (max_sampling_rounds = 4); set "
             "rl.max_sampling_rounds = 1",
         ),
         ("--rollout.partial-tokens -1", "rollout.partial_tokens = -1"),

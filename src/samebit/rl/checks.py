@@ -62,7 +62,7 @@ def _refuse_parts(partial_tokens: int, algorithm: Algorithm, sampling: Sampling)
         )
     if algorithm.max_sampling_rounds > 1:
         raise ValueError(
-            f"{given} with {_name(algorithm)}, which samples again until its step is full "
+            f"{given} with algorithm {_name(algorithm)!r}, which samples again until its step is full "
             f"(max_sampling_rounds = {algorithm.max_sampling_rounds}); set rl.max_sampling_rounds = 1, "
             "or rollout.partial_tokens = 0"
         )
