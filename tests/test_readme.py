@@ -97,7 +97,7 @@ def test_what_differed_or_failed_is_no_zero(
     bad = {"ok": False, "differing": 777}
     found = cells({"a": bad}, {"b": several | {"ok": False, "differing": [0, 5]}}, parity=1234)
     assert found == [
-        "9 elements | 1,234, **not explained**",
+        "9 elements | 1,234, **cause not proven**",
         "0 of 1 and 2 of 3 cases; not: a, b | 782",
     ]
     (_, engine) = cells({"a": {"ok": False}}, {})
