@@ -96,8 +96,8 @@ class Collector:
                 budget=config.rollout.partial_tokens,
             )
         now = [Held(h.index, group) for h, group in zip(open_ones, groups, strict=True)]
-        whole = [h.group for h in now if all(s.finished for s in h.group.samples)]
-        left = tuple(h for h in now if not all(s.finished for s in h.group.samples))
+        whole = [h.group for h in now if h.whole]
+        left = tuple(h for h in now if not h.whole)
         with clock("reward"):
             seen = grade(self.task, whole)
         selection = self.algorithm.select(without_empty(seen))

@@ -51,6 +51,11 @@ class Held:
         """Tokens drawn so far."""
         return sum(len(s.ids) for s in self.group.samples)
 
+    @property
+    def whole(self) -> bool:
+        """Whether nothing more will be drawn of it."""
+        return all(s.finished for s in self.group.samples)
+
 
 def tensors_of(held: Sequence[Held]) -> dict[str, torch.Tensor]:
     """Bytes to be saved, uint8; {} where nothing is held."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from samebit import engine as package
 from samebit.config import RolloutConfig
+from samebit.engine.requests import begin
 from samebit.models.decoder import Decoder
 from samebit.models.tokenizer import Tokenizer
 from samebit.modules import import_named
@@ -45,7 +46,8 @@ class RolloutEngine(Protocol):
         prompt without room for a token and for sampling values that mean nothing. After deadline_s
         seconds, or on `abort`, unfinished samples come back as they are (finish reason 'abort').
         """
-        ...
+        groups = begin(prompts, samples_per_prompt, first_sample_id)
+        return self.advance(groups, sampling, progress, deadline_s)
 
     def advance(
         self,

@@ -12,16 +12,16 @@ from collections.abc import Sequence
 import torch
 
 from samebit.config import RolloutConfig
-from samebit.engine.api import Progress
-from samebit.engine.requests import SampleState, begin, states_of, to_groups, transform_of
+from samebit.engine.api import Progress, RolloutEngine
+from samebit.engine.requests import SampleState, states_of, to_groups, transform_of
 from samebit.layout import PackedLayout, Segment
 from samebit.models.decoder import Decoder
 from samebit.models.tokenizer import Tokenizer
 from samebit.reference.sampling import Transform
-from samebit.types import Group, Prompt, Sampling
+from samebit.types import Group, Sampling
 
 
-class Engine:
+class Engine(RolloutEngine):
     """See `RolloutEngine`. O(tokens^2) forwards: for tests and for bisecting."""
 
     def __init__(
@@ -29,19 +29,6 @@ class Engine:
     ) -> None:
         self.model, self.config, self.tokenizer, self.seed = model, config, tokenizer, seed
         self._abort = threading.Event()
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        samples_per_prompt: int,
-        sampling: Sampling,
-        first_sample_id: int = 0,
-        progress: Progress | None = None,
-        deadline_s: float | None = None,
-    ) -> list[Group]:
-        """One sample after another, one token after another."""
-        groups = begin(prompts, samples_per_prompt, first_sample_id)
-        return self.advance(groups, sampling, progress, deadline_s)
 
     @torch.no_grad()
     def advance(

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from samebit.config import RolloutConfig
-from samebit.engine.api import Progress
+from samebit.engine.api import Progress, RolloutEngine
 from samebit.engine.cache import PagePool, PrefixCache
 from samebit.engine.decode import DecodeState, EagerStep, GraphStep
 from samebit.engine.memory import Reservation, free_bytes
 from samebit.engine.pipeline import Pipeline, forward
-from samebit.engine.requests import SampleState, begin, states_of, to_groups, transform_of
+from samebit.engine.requests import SampleState, states_of, to_groups, transform_of
 from samebit.engine.scheduler import Scheduler, SchedulerStats
 from samebit.engine.tail import Lengths, Tail
 from samebit.formats import get_format
@@ -27,7 +27,7 @@ from samebit.layers.kv import PageStore, page_bytes, page_size_for
 from samebit.models.decoder import Decoder
 from samebit.models.tokenizer import Tokenizer
 from samebit.reference.sampling import Transform
-from samebit.types import Group, Prompt, Sampling
+from samebit.types import Group, Sampling
 
 AUTO_CACHE_BYTES = 2 << 30
 """Most a CPU cache takes whose size was left to us; preemption covers what does not fit."""
@@ -61,7 +61,7 @@ def keep_freed_memory() -> None:
         mallopt(trim_threshold, 1 << 30)
 
 
-class Engine:
+class Engine(RolloutEngine):
     """See `RolloutEngine`. The cache is allocated by `generate` and kept until `release`.
 
     stats: counters since construction. Not re-entrant; only `abort` may be called from elsewhere.
@@ -99,19 +99,6 @@ class Engine:
         self._closed = False
         if not self._on_gpu:
             keep_freed_memory()
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        samples_per_prompt: int,
-        sampling: Sampling,
-        first_sample_id: int = 0,
-        progress: Progress | None = None,
-        deadline_s: float | None = None,
-    ) -> list[Group]:
-        """Draw every sample; see `RolloutEngine.generate`."""
-        groups = begin(prompts, samples_per_prompt, first_sample_id)
-        return self.advance(groups, sampling, progress, deadline_s)
 
     @torch.no_grad()
     def advance(

@@ -6,7 +6,8 @@ A multiply and an add are two operations. A backward is twice its forward. What 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -15,15 +16,21 @@ from samebit.models.decoder import Decoder
 from samebit.train.pack import fed_tokens
 from samebit.types import Group
 
+T = TypeVar("T")
+
 PEAK_BF16 = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12}
 """Dense BF16 operations a second by the start of the device's name (SXM; NVIDIA's data sheets). The
 peak of every recipe, FP8 ones too, so that their MFU can be compared: it may exceed BF16's."""
 
 
+def stated(table: Mapping[str, T], device_name: str) -> T | None:
+    """A device's entry in a table by the start of its name, or None where it has none."""
+    return next((value for name, value in table.items() if device_name.startswith(name)), None)
+
+
 def peak_of(device_name: str) -> float | None:
     """The stated BF16 peak of a device, or None where none is stated here."""
-    found = [peak for name, peak in PEAK_BF16.items() if device_name.startswith(name)]
-    return found[0] if found else None
+    return stated(PEAK_BF16, device_name)
 
 
 def forward_flops(model: ModelConfig, rows: int, pairs: int, predicted: int) -> float:

@@ -20,7 +20,7 @@ from samebit.models.config import ModelConfig
 from samebit.models.decoder import Decoder
 from samebit.quant.plan import LinearShape, Plan
 from samebit.spec import Precision
-from samebit.train.flops import PEAK_BF16, attention_pairs, training_rates
+from samebit.train.flops import PEAK_BF16, attention_pairs, stated, training_rates
 from samebit.train.memory import parameter_count
 from samebit.train.pack import fed_tokens
 from samebit.types import Group
@@ -49,8 +49,7 @@ _MOMENTS = {"fp32": 8, "8bit": 2}
 
 def card_of(device_name: str) -> Card | None:
     """The stated peaks of a device, or None where none are stated here."""
-    found = [card for name, card in CARDS.items() if device_name.startswith(name)]
-    return found[0] if found else None
+    return stated(CARDS, device_name)
 
 
 def _size(shape: LinearShape) -> int:
