@@ -8,12 +8,14 @@ import itertools
 import os
 import statistics
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from samebit.bench.ceilings import launch_us, product_rate, read_rate
 from samebit.bench.compile_only import compile_only
+from samebit.bench.shapes import MODELS
 from samebit.engine import decode as engine
 from samebit.engine.scheduler import SchedulerStats
 from samebit.formats import get_format
@@ -31,26 +33,13 @@ REPLAYS = 24
 UNTIMED = 4
 """Replays before those that count: the clock rises and the cache fills."""
 
-_QWEN3: dict[str, Any] = {
-    "family": "qwen3", "kv_heads": 8, "head_dim": 128, "vocab_size": 151936,
-    "tokenizer_size": 151669, "rope_theta": 1e6, "rms_eps": 1e-6, "max_position": 40960,
-    "qk_norm": True,
-}  # fmt: skip
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-8b": {**_QWEN3, "hidden": 4096, "intermediate": 12288, "layers": 36, "heads": 32,
-                 "tied": False},
-    "llama-3.1-8b": {"family": "llama", "hidden": 4096, "intermediate": 14336, "layers": 32,
-                     "heads": 32, "kv_heads": 8, "head_dim": 128, "vocab_size": 128256,
-                     "tokenizer_size": 128256, "rope_theta": 5e5, "rms_eps": 1e-5, "tied": False,
-                     "max_position": 40960},
-    "qwen3-0.6b": {**_QWEN3, "hidden": 1024, "intermediate": 3072, "layers": 28, "heads": 16,
-                   "tied": True},
-    "smollm2-135m": {"family": "llama", "hidden": 576, "intermediate": 1536, "layers": 30,
-                     "heads": 9, "kv_heads": 3, "head_dim": 64, "vocab_size": 49152,
-                     "tokenizer_size": 49152, "rope_theta": 1e5, "rms_eps": 1e-5, "tied": True,
-                     "max_position": 8192},
-}  # fmt: skip
-"""Published shapes by name."""
+POSITIONS = 40960
+"""At most; no row's context is longer."""
+
+
+def shape_of(name: str) -> ModelConfig:
+    """A published shape with as many positions as are allocated here."""
+    return replace(MODELS[name], max_position=min(MODELS[name].max_position, POSITIONS))
 
 
 def make_model(config: ModelConfig, recipe: str, device: str = "cuda") -> Decoder:
@@ -92,7 +81,7 @@ class Held:
         """The model of a shape under a recipe; another one goes first."""
         if self._model is None or self._name != (name, recipe):
             self.drop()
-            self._model = make_model(ModelConfig(**SHAPES[name]), recipe)
+            self._model = make_model(shape_of(name), recipe)
             self._name = (name, recipe)
         return self._model
 
@@ -121,7 +110,7 @@ HELD = Held()
 
 def small_model(name: str, recipe: str, device: str = "cuda") -> Decoder:
     """One layer with one embedding: launches every kernel of the whole model, at a tenth of the memory."""
-    return make_model(ModelConfig(**{**SHAPES[name], "layers": 1, "tied": True}), recipe, device)
+    return make_model(replace(shape_of(name), layers=1, tied=True), recipe, device)
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from samebit.bench.shapes import MODELS
 from samebit.config import Config, RLSection, RolloutConfig, TaskSection, TrainConfig
 from samebit.models.config import ModelConfig
 from samebit.models.decoder import Decoder
@@ -22,24 +23,6 @@ from samebit.train.roofline import CARDS, counted_seconds
 from samebit.train.step import Trainer
 from samebit.types import Group, Prompt, Sample
 
-MODELS = {
-    "qwen3-8b": ModelConfig(
-        family="qwen3", hidden=4096, intermediate=12288, layers=36, heads=32, kv_heads=8,
-        head_dim=128, vocab_size=151936, tokenizer_size=151669, rope_theta=1e6, rms_eps=1e-6,
-        tied=False, max_position=40960, qk_norm=True,
-    ),
-    "llama-3.1-8b": ModelConfig(
-        family="llama", hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8,
-        head_dim=128, vocab_size=128256, tokenizer_size=128256, rope_theta=5e5, rms_eps=1e-5,
-        tied=False, max_position=131072,
-    ),
-    "qwen3-0.6b": ModelConfig(
-        family="qwen3", hidden=1024, intermediate=3072, layers=28, heads=16, kv_heads=8,
-        head_dim=128, vocab_size=151936, tokenizer_size=151669, rope_theta=1e6, rms_eps=1e-6,
-        tied=True, max_position=40960, qk_norm=True,
-    ),
-}  # fmt: skip
-"""Shapes as published; positions beyond a bench's are not allocated."""
 PROMPT = 128
 """Prompt tokens of each sequence; the rest is its completion."""
 PACK = 16384
