@@ -270,6 +270,21 @@ def kernel_parity() -> Iterable[list[str]]:
         yield [what, compared, result, f"`h200/{name}.json`"]
 
 
+def stress() -> Iterable[list[str]]:
+    record = read(H200 / "gemm_stress.json")
+    if not record:
+        return
+    kinds = [v for v in record.values() if isinstance(v, dict) and "products" in v]
+    products, wrong = (sum(kind[key] for kind in kinds) for key in ("products", "wrong"))
+    yield [
+        f"that case's products again (1 to 64 tokens; fast kernel, plain kernel with and without its fence) in "
+        f"{record['processes']} processes at once",
+        f"{products:,} products",
+        difference(wrong, True),
+        "`h200/gemm_stress.json`",
+    ]
+
+
 def engine_parity() -> Iterable[list[str]]:
     cases, backend = read(H200 / "engine_cases.json"), read(H200 / "backend.json")
     if not cases or not backend:
@@ -292,6 +307,7 @@ def zeros() -> str:
     """What must be the same bits, and how much of it was compared."""
     lines = [
         *kernel_parity(),
+        *stress(),
         *engine_parity(),
         learning("addition", "tokens of SmolLM2-135M learning additions", False),
         learning("counting", "the same with answers of 384 tokens, counting on", False),
