@@ -20,7 +20,7 @@ from samebit.models.source import resolve
 from samebit.models.tokenizer import Tokenizer
 from samebit.quant.flow import is_unified
 from samebit.quant.ops import get_ops, missing_for_cuda
-from samebit.quant.plan import load_recipe
+from samebit.quant.plan import Plan, load_recipe
 from samebit.rl.checks import check_pair
 from samebit.rl.registry import load_algorithm, load_correction
 from samebit.tasks.api import load_task
@@ -102,8 +102,14 @@ def planned_memory(
 ) -> MemoryPlan:
     """What the run will take, from the model's shape alone; errors as `Checks.model_of`."""
     model = checks.model_of(folder)
+    return _memory_of(config, checks, model, plan_for(checks.recipe, model), available)
+
+
+def _memory_of(
+    config: Config, checks: Checks, model: ModelConfig, plan: Plan, available: int | None
+) -> MemoryPlan:
+    """`planned_memory` of a model and a plan that are known."""
     needs = checks.algorithm.needs | checks.correction.needs
-    plan = plan_for(checks.recipe, model)
     memory = plan_memory(model, plan, config, frozenset(needs), available)
     for warning in memory_warnings(config, memory, available):
         log.warning("%s", warning)
@@ -163,10 +169,12 @@ def foresee(config: Config) -> Iterator[str]:
         folder = resolve(config.model)
         model = checks.model_of(folder)
         checks.task.bind(Tokenizer(folder, model))
-    count = parameter_count(model, plan_for(checks.recipe, model))
+    plan = plan_for(checks.recipe, model)
+    count = parameter_count(model, plan)
     yield f"model: {model.family} with {count:,} parameters in {folder}"
     available = available_memory(config, device)
-    yield describe_memory(config, planned_memory(config, checks, folder, available), available)
+    memory = _memory_of(config, checks, model, plan, available)
+    yield describe_memory(config, memory, available)
 
 
 def out_of_memory(error: RuntimeError) -> str | None:
