@@ -29,7 +29,6 @@ from samebit.engine.api import load_engine
 from samebit.errors import RunLeft, RunStopped
 from samebit.lock import FolderLock
 from samebit.log import MetricsLog, replace_file
-from samebit.models.config import read_json
 from samebit.models.decoder import Decoder
 from samebit.models.load import freeze, load_model, plan_for
 from samebit.models.source import fingerprint
@@ -45,6 +44,8 @@ from samebit.run_checks import (
     describe_memory,
     out_of_memory,
     planned_memory,
+    require_same_plan,
+    require_unused,
     set_threads,
 )
 from samebit.signals import Signals
@@ -71,7 +72,8 @@ class Run:
         self.folder = Path(config.run.out)
         checks = Checks(config)
         self.task, self.sampling = checks.task, checks.sampling
-        self._refuse_used_folder(resume)
+        require_unused(self.folder, resume)
+        self._prepare_folder(resume)
         set_threads(config)
         model_folder = resolve_model(config.model)
         self.fingerprint = fingerprint(model_folder)
@@ -109,13 +111,7 @@ class Run:
         self._record_config(resume)
         self.metrics_log = MetricsLog(self.folder, self.progress.step, bool(self.pending))
 
-    def _refuse_used_folder(self, resume: bool) -> None:
-        used = any((self.folder / name).exists() for name in ("metrics.jsonl", "checkpoints"))
-        if used and not resume:
-            raise ValueError(
-                f"{self.folder} already holds a run: continue it with --resume, or choose another "
-                "folder with --out"
-            )
+    def _prepare_folder(self, resume: bool) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         if resume:
             checkpoint.sweep(self.folder / "checkpoints")
@@ -136,12 +132,11 @@ class Run:
         replace_file(path, text.encode())
 
     def _check_plan(self, resume: bool) -> None:
-        plan, path = self.model.plan, self.folder / "plan.json"
-        if resume and path.exists():
-            written = str(read_json(path).get("digest", "(damaged)"))
-            plan.require_same(written, f"run {self.folder} (plan.json)")
+        plan = self.model.plan
+        if resume:
+            require_same_plan(self.folder, plan)
         content = {"digest": plan.digest, "unified": plan.unified} | plan.to_dict()
-        replace_file(path, json.dumps(content, indent=1).encode())
+        replace_file(self.folder / "plan.json", json.dumps(content, indent=1).encode())
         self.report.note(plan.describe())
 
     @property

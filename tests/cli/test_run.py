@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from samebit.cli import main
+from samebit.lock import FolderLock
 from samebit.log import read_json_lines
 from tests.tiny import tiny_folder
 
@@ -96,6 +98,37 @@ def test_a_folder_in_use_is_refused_and_resuming_a_finished_run_ends(
     said = capsys.readouterr()
     assert "nothing to do: all 2 steps are done" in said.err
     assert "exactly 0" in said.out.splitlines()[-1]
+
+
+def contents(folder: Path) -> dict[Path, tuple[bytes, int]]:
+    """Every file below, with its time of change."""
+    files = [p for p in folder.rglob("*") if p.is_file()]
+    return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in files}
+
+
+def test_a_dry_run_refuses_a_folder_that_the_run_would_and_touches_nothing(
+    made: tuple[str, str], tmp_path: Path, capsys: Any
+):
+    file, run = made
+    dry = ["train", file, "--dry-run", "--out"]
+    before = contents(Path(run))
+    assert main([*dry, run]) == 2
+    said = f"error: {run} already holds a run: continue it with --resume, or choose another folder"
+    assert said in capsys.readouterr().err
+    assert main([*dry, run, "--resume"]) == 0
+    assert main([*dry, run, "--resume", "--recipe", "bf16"]) == 2
+    assert f"run {run} (plan.json) was written under precision plan" in capsys.readouterr().err
+    with FolderLock(tmp_path / "live"):
+        held = contents(tmp_path / "live")
+        for more in ([], ["--resume"]):
+            assert main([*dry, str(tmp_path / "live"), *more]) == 2
+            said = capsys.readouterr().err
+            assert f"{tmp_path / 'live'} is in use by a live run" in said and str(os.getpid()) in said
+        assert contents(tmp_path / "live") == held
+    # whoever held it has gone; nothing is left of looking
+    assert main([*dry, str(tmp_path / "live")]) == 0
+    assert main([*dry, str(tmp_path / "new")]) == 0 and not (tmp_path / "new").exists()
+    assert contents(Path(run)) == before
 
 
 @pytest.mark.parametrize("text", ["{}", "{", "[]"])

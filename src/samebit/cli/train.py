@@ -43,7 +43,7 @@ def run(args: Sequence[str]) -> int:
     validate(config, origin)  # the loop repeats its warnings
     check_model(config, origin)
     if found.flag("dry-run"):
-        return _say_what_would_run(config)
+        return _say_what_would_run(config, found.flag("resume"))
     from samebit.loop import train
 
     reporter = Reporter(quiet=found.flag("quiet"))
@@ -55,13 +55,13 @@ def run(args: Sequence[str]) -> int:
     return 0
 
 
-def _say_what_would_run(config: Config) -> int:
+def _say_what_would_run(config: Config, resume: bool) -> int:
     """The configuration on stdout, so that it can be kept; device, model and memory on stderr."""
     from samebit.config_dump import dump
     from samebit.run_checks import foresee
 
     print(dump(config), end="", flush=True)
-    for line in foresee(config):
+    for line in foresee(config, resume):
         print(line, file=sys.stderr)
     return 0
 
