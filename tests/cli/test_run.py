@@ -123,7 +123,8 @@ def test_a_dry_run_refuses_a_folder_that_the_run_would_and_touches_nothing(
         for more in ([], ["--resume"]):
             assert main([*dry, str(tmp_path / "live"), *more]) == 2
             said = capsys.readouterr().err
-            assert f"{tmp_path / 'live'} is in use by a live run" in said and str(os.getpid()) in said
+            assert f"{tmp_path / 'live'} is in use by a live run" in said
+            assert str(os.getpid()) in said
         assert contents(tmp_path / "live") == held
     # whoever held it has gone; nothing is left of looking
     assert main([*dry, str(tmp_path / "live")]) == 0
@@ -159,6 +160,38 @@ def test_eval_of_run_checkpoint_and_file(made: tuple[str, str], capsys: Any):
     assert "--pass-reward much: must be a number" in capsys.readouterr().err
     assert main(["eval", f"{Path(run).parent}/model"]) == 2
     assert "a bare model has no task" in capsys.readouterr().err
+
+
+def test_a_model_named_beside_a_run_is_what_is_evaluated(made: tuple[str, str], capsys: Any):
+    file, run = made
+    base = f"{Path(run).parent}/model"
+
+    def evaluated(*target: str) -> dict[str, Any]:
+        assert main(["eval", *target, "--json", "--eval.samples", "8"]) == 0
+        return json.loads(capsys.readouterr().out)[0]
+
+    assert evaluated(run)["weights"] == f"{run}/checkpoints/step_000002"
+    named = evaluated(run, "--model", base)
+    assert named["weights"] == base and named == evaluated(file)
+    assert main(["eval", f"{run}/checkpoints/step_000002", "--model", base]) == 2
+    said = capsys.readouterr().err
+    assert "command line: --model: the weights are named twice" in said
+    assert f"leave --model out, or give {run} instead" in said
+
+
+def test_rollout_samples_from_a_model_named_beside_a_run(
+    made: tuple[str, str], tmp_path: Path, capsys: Any
+):
+    run = made[1]
+    other, prompts = str(tiny_folder(tmp_path / "m", "llama", layers=1)), tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "hello"}')
+
+    def drawn(*target: str) -> list[float]:
+        given = ["--logps", "--recipe", "fp8", "--max-tokens", "3", "--prompts", str(prompts)]
+        assert main(["rollout", *target, *given]) == 0
+        return json.loads(capsys.readouterr().out)["logps"]
+
+    assert drawn(run, "--model", other) == drawn(other) != drawn(run)
 
 
 def test_rollout_is_repeatable_and_writes_what_was_drawn(

@@ -31,13 +31,18 @@ class Target:
 
 
 def find_target(name: str, overrides: Sequence[tuple[str, str]] = ()) -> Target:
-    """Sort out `name`; ValueError for a run without a complete checkpoint or whose model is nowhere."""
-    path = Path(name)
+    """Sort out `name`; ValueError for a run without a complete checkpoint or whose model is nowhere.
+
+    A `model` among the overrides names the weights: of a run they are not its checkpoint's then.
+    """
+    path, given = Path(name), {key for key, _ in overrides}
     if path.suffix == ".toml":
         return Target(_load(path, overrides), None)
     if (path / "config.toml").is_file():
         from samebit.train.checkpoint import newest
 
+        if "model" in given:
+            return Target(_load(path / "config.toml", overrides), None)
         checkpoint = newest(path / "checkpoints")
         if checkpoint is None:
             raise ValueError(f"{path}: no complete checkpoint in {path / 'checkpoints'}")
@@ -49,8 +54,12 @@ def find_target(name: str, overrides: Sequence[tuple[str, str]] = ()) -> Target:
         if problem is not None:
             raise ValueError(f"{path}: unreadable checkpoint: {problem}")
         config = path.parent.parent / "config.toml"
+        if "model" in given:
+            raise ValueError(
+                f"command line: --model: the weights are named twice, {path} is a checkpoint; leave "
+                f"--model out, or give {config.parent} instead for its task and settings"
+            )
         return Target(_load(config, overrides), path)
-    given = {key for key, _ in overrides}
     defaults = [("model", name), ("task.name", "none"), *_exported_recipe(path)]
     extra = [(key, value) for key, value in defaults if key not in given]
     return Target(load(None, [*extra, *overrides]), None)
