@@ -289,6 +289,63 @@ def test_a_model_that_is_nowhere_names_its_option_or_file(
     assert f"{file}: model '/nope': no such folder" in capsys.readouterr().err
 
 
+@pytest.fixture
+def empty_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub that answers, and has no model."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    from tests.models.test_source import http_error
+
+    def missing(*_: Any, **__: Any) -> None:
+        raise http_error(RepositoryNotFoundError)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", missing)
+
+
+GONE = "org/gone@r1"
+NO_MODEL = f"model {GONE!r}: no such folder, and no such model on the hub; check its name"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train {file} --model {gone} --out {new} --quiet",
+        "train {file} --model {gone} --out {new} --dry-run",
+        "eval {file} --model={gone}",
+        "eval {run} --model {gone}",
+        "rollout {run} --model {gone} --prompts {prompts}",
+        "trace --model {gone}",
+        "flow show fp8 --model {gone}",
+    ],
+)
+def test_a_model_that_only_fetching_finds_missing_names_its_option(
+    made: tuple[str, str], empty_hub: None, tmp_path: Path, capsys: Any, command: str
+):
+    file, run = made
+    prompts, new = tmp_path / "p.jsonl", tmp_path / "new"
+    prompts.write_text('{"prompt": "hello"}')
+    given = command.format(file=file, run=run, gone=GONE, prompts=prompts, new=new).split()
+    assert main(given) == 2
+    said = capsys.readouterr().err
+    assert f"samebit {given[0]}: error: command line: --model: {NO_MODEL}" in said
+    assert "or give a local folder" in said
+
+
+def test_a_model_of_a_file_that_only_fetching_finds_missing_names_the_file(
+    empty_hub: None, tmp_path: Path, capsys: Any
+):
+    file = tmp_path / "gone.toml"
+    file.write_text(CONFIG.format(model=GONE))
+    for command in (["train", "--dry-run", "--out", str(tmp_path / "new")], ["eval"]):
+        assert main([*command, str(file)]) == 2
+        assert f"error: {file}: {NO_MODEL}" in capsys.readouterr().err
+    # named itself, and not by an option
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "hello"}')
+    assert main(["rollout", GONE, "--prompts", str(prompts)]) == 2
+    assert f"samebit rollout: error: {NO_MODEL}" in capsys.readouterr().err
+
+
 def test_export_in_both_forms(made: tuple[str, str], capsys: Any, tmp_path: Path):
     from safetensors import safe_open
 
