@@ -260,7 +260,7 @@ class Run:
             with clock("held"):
                 compared = compare_held(self.trainer, found.held)
                 metrics |= held_metrics(compared)
-                self.watchdog.judge(compared, "mismatch of unfinished samples")
+                self.watchdog.judge_waiting(compared)
         with self.signals.shield():
             if groups:
                 self._make_room()
