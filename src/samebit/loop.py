@@ -214,15 +214,15 @@ class Run:
     def _finish_step(self) -> None:
         """Evaluate where due, write the step's metrics, save where due."""
         config, step, metrics = self.config, self.progress.step, self.pending
+        last = step == config.train.steps
         try:
             self.watchdog.after_step(metrics)
+            if config.eval.every and (last or step % config.eval.every == 0):
+                with self._within_memory("evaluation"):
+                    metrics = metrics | self.evaluate()
         except RunStopped:
             self.metrics_log.write(step, metrics)
             raise
-        last = step == config.train.steps
-        if config.eval.every and (last or step % config.eval.every == 0):
-            with self._within_memory("evaluation"):
-                metrics = metrics | self.evaluate()
         with self.signals.shield():
             self.metrics_log.write(step, metrics)
             self.pending = {}
@@ -251,7 +251,7 @@ class Run:
         self.watchdog.step = self.progress.step + 1
         if self.canary is not None:
             with clock("canary"):
-                self.canary.check(self.engine, self.progress.step)
+                self._hear_canary()
         found = self.collector.collect(self.progress, self.held, clock)
         groups, metrics = found.groups, found.metrics
         self.metrics_log.samples(self.progress.step + 1, found.seen, self.config.run.save_samples)
@@ -283,6 +283,18 @@ class Run:
             metrics |= step_rates(self.model, self.config, groups, metrics)
         return metrics
 
+    def _hear_canary(self) -> None:
+        """Compare both sides on fixed prompts before these weights draw anything else, where it is due."""
+        if self.canary is None:
+            return
+        try:
+            self.canary.check(self.engine, self.progress.step)
+        except RunStopped as stopped:
+            if self.config.run.on_mismatch == "stop":
+                raise
+            log.warning("%s", stopped)
+            self.canary = None
+
     def _pass_over(self) -> None:
         """A step that has nothing to train on."""
         self.trainer.pass_over()
@@ -313,6 +325,7 @@ class Run:
     def evaluate(self) -> dict[str, float]:
         """Mean reward on held-out prompts; the same noise every time."""
         config, started = self.config, time.perf_counter()
+        self._hear_canary()
         prompts = held_out(self.task, config.eval.prompts)
         if not prompts:
             return {}
