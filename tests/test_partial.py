@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from samebit import partial
+from samebit.bundle import read_bundle
 from samebit.cli import main
 from samebit.errors import RunStopped
 from samebit.log import Reporter
@@ -147,6 +148,73 @@ def change_waiting(run: Run, step: int, change: Callable[[np.ndarray], None]) ->
 
 def flip_last(logps: np.ndarray) -> None:
     logps.view(np.int32)[-1] ^= 1
+
+
+def break_waiting(run: Run, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN in the trainer's forward over groups that wait, and in no other, from `step` on."""
+    real = run.model.forward
+
+    def broken(ids: Any, layout: Any, side: str, *rest: Any, **more: Any) -> Any:
+        hidden = real(ids, layout, side, *rest, **more)
+        waiting = side == "train" and not torch.is_grad_enabled()
+        return hidden * float("nan") if waiting and run.progress.step + 1 >= step else hidden
+
+    monkeypatch.setattr(run.model, "forward", broken)
+
+
+@pytest.mark.parametrize("step", [1, 5])
+def test_nan_in_what_waits_alone_stops_the_run_and_is_named(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+):
+    run = run_of(file, tmp_path / "out")
+    break_waiting(run, step, monkeypatch)
+    said = rf"NaN in the trainer's log-probs of unfinished samples \(step {step}, norm; output of norm_"
+    with pytest.raises(RunStopped, match=said) as stopped:
+        run.train()
+    run.close()
+    assert run.progress.step == step - 1, "before the update"
+    about = read_bundle(stopped.value.bundle).about["diagnosis"]
+    assert about["kind"] == "non-finite" and about["phase"].startswith("forward: an operator")
+    assert about["tokens_at_fault"] == about["tokens_compared"] > 0
+    assert about["tokens"][0]["trainer"] == "nan" and np.isfinite(about["tokens"][0]["sampler"])
+    monkeypatch.undo()
+    found = replay(stopped.value.bundle)
+    assert not found.repeats and found.differing == 0, "the fault was in memory"
+
+
+def test_groups_that_wait_without_a_token_are_nothing_to_judge(file: Path, tmp_path: Path):
+    run = run_of(file, tmp_path / "out")
+    empty = Sample("p", 0, (), np.zeros(0, np.float32), np.zeros(0, np.int32), "partial")
+    held = [partial.Held(0, Group(Prompt("p", (1, 2), ""), (empty,)))]
+    run.watchdog.judge_waiting(partial.compare_held(run.trainer, held))
+    run.close()
+
+
+def test_nan_of_the_packed_batch_alone_is_told_from_an_operator_s(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = run_of(file, tmp_path / "out")
+    real = run.trainer.scorer.forward
+
+    def broken(*args: Any) -> Any:
+        logp, *rest = real(*args)
+        return (logp if torch.is_grad_enabled() else logp * float("nan"), *rest)
+
+    monkeypatch.setattr(run.trainer.scorer, "forward", broken)
+    with pytest.raises(RunStopped, match="step 1, head or packing; NaN in the head, or of the"):
+        run.train()
+    run.close()
+
+
+def test_nan_in_what_waits_is_said_once_where_a_run_only_warns(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    run = run_of(file, tmp_path / "out", ("run.on_mismatch", "warn"))
+    break_waiting(run, 4, monkeypatch)
+    found = finish(run)
+    assert caplog.text.count("NaN in the trainer's log-probs of unfinished samples; bundle") == 1
+    assert [p.name for p in (tmp_path / "out" / "repro").iterdir()] == ["step_000004"]
+    assert all(r["train/skipped_steps"] == 0.0 for r in found[2:])
 
 
 @pytest.mark.parametrize("step", [1, 5])

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from samebit import run_checks
 from samebit.log import Reporter
 from samebit.loop import Run
-from samebit.run_checks import Checks, available_memory, planned_memory
+from samebit.run_checks import Checks, available_memory, foresee, planned_memory
 from tests import runs
 
 CUDA = torch.device("cuda")
@@ -67,3 +68,20 @@ def test_a_run_recomputes_what_its_plan_says(
     # a device with no room at all
     monkeypatch.setattr("samebit.loop.available_memory", lambda config, device: 1)
     assert recompute_of("none", "auto") == ("block", "block")
+
+
+def test_a_dry_run_reads_the_model_s_shape_and_resolves_its_plan_once(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    called: list[str] = []
+    for name in ("config_under", "plan_for"):
+        real = getattr(run_checks, name)
+
+        def counted(*args: object, name: str = name, real: object = real) -> object:
+            called.append(name)
+            return real(*args)  # type: ignore[operator]
+
+        monkeypatch.setattr(run_checks, name, counted)
+    said = list(foresee(runs.config(file, tmp_path)))
+    assert said[1].startswith("model: llama with") and "FP32 masters" in said[2]
+    assert called == ["config_under", "plan_for"]

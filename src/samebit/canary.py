@@ -29,13 +29,15 @@ NEW_TOKENS = 4
 
 
 class Canary:
-    """The fixed prompts of a run, every so many steps.
+    """The fixed prompts of a run, once for the weights of every so many steps.
 
     sampling: the run's own (its transform is part of the comparison).
     """
 
     def __init__(self, model: Decoder, sampling: Sampling, every: int = 1) -> None:
         self.model, self.every = model, every
+        self._heard = -1
+        """Finished steps at the last check."""
         self.sampling = dataclasses.replace(sampling, max_tokens=NEW_TOKENS, stop=(), stop_ids=())
         limit, room = model.config.tokenizer_size, model.config.max_position - NEW_TOKENS
         self.prompts = [
@@ -52,9 +54,10 @@ class Canary:
         return cls(model, sampling, every)
 
     def check(self, engine: RolloutEngine, step: int) -> None:
-        """RunStopped, where it is due after `step` finished steps and a bit differs."""
-        if step % self.every:
+        """RunStopped, where it is due after `step` finished steps, was not heard yet, and a bit differs."""
+        if step % self.every or step == self._heard:
             return
+        self._heard = step
         found = self.sing(engine, step)
         if found is not None:
             raise RunStopped(

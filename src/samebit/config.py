@@ -31,9 +31,10 @@ class RunConfig:
     """Completions written to samples.jsonl each step."""
     on_mismatch: Literal["stop", "warn"] = "stop"
     """Where a unified recipe's log-probs differ in a bit: stop before the update, or say so once."""
-    canary: int = 20
-    """Every so many steps, on a GPU with a unified recipe, a fixed prompt is decoded by the engine and
-    scored by the trainer before the rollout; a differing bit stops the run. 0 never."""
+    canary: int = 1
+    """After the refresh of every so many steps (1: of every step), on a GPU with a unified recipe, fixed
+    prompts are decoded by the engine and scored by the trainer before anything else is drawn; a differing
+    bit is treated as run.on_mismatch says. 0 never."""
     max_skipped_steps: int = 3
     """Steps in a row with a loss or gradient that is not finite before the run stops; 0 never."""
 

@@ -1,6 +1,10 @@
-"""Why a run ended before its last step, other than by an error of its user. Imports nothing."""
+"""Why a run ended before its last step, and errors that a command adds to. Imports nothing."""
 
 from __future__ import annotations
+
+
+class ModelError(ValueError):
+    """A model that cannot be had. Whoever knows where its name came from says so before the text."""
 
 
 class RunStopped(Exception):  # noqa: N818 - an outcome, not an error

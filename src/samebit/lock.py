@@ -29,12 +29,9 @@ class FolderLock:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = os.read(descriptor, 4096).decode(errors="replace").strip()
+            error = _in_use(self.folder, descriptor)
             os.close(descriptor)
-            raise ValueError(
-                f"{self.folder} is in use by a live run ({owner or 'starting'}): wait for it or "
-                "end it, or choose another folder with --out"
-            ) from None
+            raise error from None
         except BaseException:
             os.close(descriptor)
             raise
@@ -53,3 +50,28 @@ class FolderLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def require_free(folder: str | Path) -> None:
+    """ValueError where a live run holds `folder`; nothing is made, written or kept.
+
+    The lock is shared for the moment of looking, so those who only look do not refuse one another.
+    """
+    try:
+        descriptor = os.open(Path(folder) / FILE, os.O_RDONLY)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _in_use(Path(folder), descriptor) from None
+    finally:
+        os.close(descriptor)
+
+
+def _in_use(folder: Path, descriptor: int) -> ValueError:
+    owner = os.pread(descriptor, 4096, 0).decode(errors="replace").strip()
+    return ValueError(
+        f"{folder} is in use by a live run ({owner or 'starting'}): wait for it or end it, or choose "
+        "another folder with --out"
+    )

@@ -29,7 +29,6 @@ from samebit.engine.api import load_engine
 from samebit.errors import RunLeft, RunStopped
 from samebit.lock import FolderLock
 from samebit.log import MetricsLog, replace_file
-from samebit.models.config import read_json
 from samebit.models.decoder import Decoder
 from samebit.models.load import freeze, load_model, plan_for
 from samebit.models.source import fingerprint
@@ -45,6 +44,8 @@ from samebit.run_checks import (
     describe_memory,
     out_of_memory,
     planned_memory,
+    require_same_plan,
+    require_unused,
     set_threads,
 )
 from samebit.signals import Signals
@@ -71,7 +72,8 @@ class Run:
         self.folder = Path(config.run.out)
         checks = Checks(config)
         self.task, self.sampling = checks.task, checks.sampling
-        self._refuse_used_folder(resume)
+        require_unused(self.folder, resume)
+        self._prepare_folder(resume)
         set_threads(config)
         model_folder = resolve_model(config.model)
         self.fingerprint = fingerprint(model_folder)
@@ -109,13 +111,7 @@ class Run:
         self._record_config(resume)
         self.metrics_log = MetricsLog(self.folder, self.progress.step, bool(self.pending))
 
-    def _refuse_used_folder(self, resume: bool) -> None:
-        used = any((self.folder / name).exists() for name in ("metrics.jsonl", "checkpoints"))
-        if used and not resume:
-            raise ValueError(
-                f"{self.folder} already holds a run: continue it with --resume, or choose another "
-                "folder with --out"
-            )
+    def _prepare_folder(self, resume: bool) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         if resume:
             checkpoint.sweep(self.folder / "checkpoints")
@@ -136,12 +132,11 @@ class Run:
         replace_file(path, text.encode())
 
     def _check_plan(self, resume: bool) -> None:
-        plan, path = self.model.plan, self.folder / "plan.json"
-        if resume and path.exists():
-            written = str(read_json(path).get("digest", "(damaged)"))
-            plan.require_same(written, f"run {self.folder} (plan.json)")
+        plan = self.model.plan
+        if resume:
+            require_same_plan(self.folder, plan)
         content = {"digest": plan.digest, "unified": plan.unified} | plan.to_dict()
-        replace_file(path, json.dumps(content, indent=1).encode())
+        replace_file(self.folder / "plan.json", json.dumps(content, indent=1).encode())
         self.report.note(plan.describe())
 
     @property
@@ -219,15 +214,15 @@ class Run:
     def _finish_step(self) -> None:
         """Evaluate where due, write the step's metrics, save where due."""
         config, step, metrics = self.config, self.progress.step, self.pending
+        last = step == config.train.steps
         try:
             self.watchdog.after_step(metrics)
+            if config.eval.every and (last or step % config.eval.every == 0):
+                with self._within_memory("evaluation"):
+                    metrics = metrics | self.evaluate()
         except RunStopped:
             self.metrics_log.write(step, metrics)
             raise
-        last = step == config.train.steps
-        if config.eval.every and (last or step % config.eval.every == 0):
-            with self._within_memory("evaluation"):
-                metrics = metrics | self.evaluate()
         with self.signals.shield():
             self.metrics_log.write(step, metrics)
             self.pending = {}
@@ -256,7 +251,7 @@ class Run:
         self.watchdog.step = self.progress.step + 1
         if self.canary is not None:
             with clock("canary"):
-                self.canary.check(self.engine, self.progress.step)
+                self._hear_canary()
         found = self.collector.collect(self.progress, self.held, clock)
         groups, metrics = found.groups, found.metrics
         self.metrics_log.samples(self.progress.step + 1, found.seen, self.config.run.save_samples)
@@ -265,7 +260,7 @@ class Run:
             with clock("held"):
                 compared = compare_held(self.trainer, found.held)
                 metrics |= held_metrics(compared)
-                self.watchdog.judge(compared, "mismatch of unfinished samples")
+                self.watchdog.judge_waiting(compared)
         with self.signals.shield():
             if groups:
                 self._make_room()
@@ -287,6 +282,18 @@ class Run:
         if groups:
             metrics |= step_rates(self.model, self.config, groups, metrics)
         return metrics
+
+    def _hear_canary(self) -> None:
+        """Compare both sides on fixed prompts before these weights draw anything else, where it is due."""
+        if self.canary is None:
+            return
+        try:
+            self.canary.check(self.engine, self.progress.step)
+        except RunStopped as stopped:
+            if self.config.run.on_mismatch == "stop":
+                raise
+            log.warning("%s", stopped)
+            self.canary = None
 
     def _pass_over(self) -> None:
         """A step that has nothing to train on."""
@@ -318,6 +325,7 @@ class Run:
     def evaluate(self) -> dict[str, float]:
         """Mean reward on held-out prompts; the same noise every time."""
         config, started = self.config, time.perf_counter()
+        self._hear_canary()
         prompts = held_out(self.task, config.eval.prompts)
         if not prompts:
             return {}

@@ -14,13 +14,14 @@ from samebit.config import Config
 from samebit.engine.api import load_engine
 from samebit.engine.native import AUTO_CACHE_SHARE
 from samebit.engine.requests import check_stop_ids
-from samebit.models.config import ModelConfig
+from samebit.lock import require_free
+from samebit.models.config import ModelConfig, read_json
 from samebit.models.load import config_under, plan_for
 from samebit.models.source import resolve
 from samebit.models.tokenizer import Tokenizer
 from samebit.quant.flow import is_unified
 from samebit.quant.ops import get_ops, missing_for_cuda
-from samebit.quant.plan import load_recipe
+from samebit.quant.plan import Plan, load_recipe
 from samebit.rl.checks import check_pair
 from samebit.rl.registry import load_algorithm, load_correction
 from samebit.tasks.api import load_task
@@ -73,6 +74,24 @@ class Checks:
         return model
 
 
+def require_unused(folder: Path, resume: bool) -> None:
+    """ValueError where the folder holds a run that is not asked to go on."""
+    used = any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints"))
+    if used and not resume:
+        raise ValueError(
+            f"{folder} already holds a run: continue it with --resume, or choose another folder with "
+            "--out"
+        )
+
+
+def require_same_plan(folder: Path, plan: Plan) -> None:
+    """ValueError where the run in the folder, if there is one, was made under another plan."""
+    path = folder / "plan.json"
+    if path.exists():
+        written = str(read_json(path).get("digest", "(damaged)"))
+        plan.require_same(written, f"run {folder} (plan.json)")
+
+
 def choose_device(config: Config) -> torch.device:
     """run.device as a torch device, ValueError where it cannot be used; auto is the GPU or the CPU."""
     if config.run.device != "auto":
@@ -102,8 +121,14 @@ def planned_memory(
 ) -> MemoryPlan:
     """What the run will take, from the model's shape alone; errors as `Checks.model_of`."""
     model = checks.model_of(folder)
+    return _memory_of(config, checks, model, plan_for(checks.recipe, model), available)
+
+
+def _memory_of(
+    config: Config, checks: Checks, model: ModelConfig, plan: Plan, available: int | None
+) -> MemoryPlan:
+    """`planned_memory` of a model and a plan that are known."""
     needs = checks.algorithm.needs | checks.correction.needs
-    plan = plan_for(checks.recipe, model)
     memory = plan_memory(model, plan, config, frozenset(needs), available)
     for warning in memory_warnings(config, memory, available):
         log.warning("%s", warning)
@@ -149,12 +174,16 @@ def describe_memory(config: Config, memory: MemoryPlan, available: int | None) -
     )
 
 
-def foresee(config: Config) -> Iterator[str]:
+def foresee(config: Config, resume: bool = False) -> Iterator[str]:
     """Lines for people: the device, the model and the memory of a run that is not made.
 
-    ValueError where the run itself would be refused: a device or a model that is not there, or a model
-    that recipe, sampling or task do not go with.
+    ValueError where the run itself would be refused: a folder that is in use or holds another run, a
+    device or a model that is not there, or a model that recipe, sampling or task do not go with. The
+    folder is not touched.
     """
+    out = Path(config.run.out)
+    require_free(out)
+    require_unused(out, resume)
     checks = Checks(config)
     with closing(checks.task):
         device = choose_device(config)
@@ -163,10 +192,14 @@ def foresee(config: Config) -> Iterator[str]:
         folder = resolve(config.model)
         model = checks.model_of(folder)
         checks.task.bind(Tokenizer(folder, model))
-    count = parameter_count(model, plan_for(checks.recipe, model))
+    plan = plan_for(checks.recipe, model)
+    if resume:
+        require_same_plan(out, plan)
+    count = parameter_count(model, plan)
     yield f"model: {model.family} with {count:,} parameters in {folder}"
     available = available_memory(config, device)
-    yield describe_memory(config, planned_memory(config, checks, folder, available), available)
+    memory = _memory_of(config, checks, model, plan, available)
+    yield describe_memory(config, memory, available)
 
 
 def out_of_memory(error: RuntimeError) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from samebit.bundle import write_bundle
 from samebit.config import Config
-from samebit.diagnosis import Diagnosis, diagnose_mismatch, first_nonfinite
+from samebit.diagnosis import Diagnosis, diagnose_mismatch, first_nonfinite, token_faults
 from samebit.errors import RunStopped
 from samebit.models.decoder import Decoder
 from samebit.train.score import Compared
@@ -67,8 +67,25 @@ class Watchdog:
             return  # NaN in the forward: not a mismatch but a broken number, see after_step
         transform = self.trainer.scorer.transform
         diagnosis = diagnose_mismatch(self.model, compared.groups, logp, transform, self.step)
+        self._stop_or_warn(diagnosis, compared, f"{what} is not 0 in a unified recipe")
+
+    def judge_waiting(self, compared: Compared) -> None:
+        """`judge` of groups that wait. NaN is a mismatch of theirs: no update comes that it would spoil.
+
+        Skipping updates (`after_step`) would not help, and others would move weights meanwhile.
+        """
+        if not self.model.plan.unified or self.warned or not compared.observed:
+            return
+        logp = compared.trainer_logp()
+        if not bool(logp.isnan().any()):
+            self.judge(compared, "mismatch of unfinished samples")
+            return
+        reason = "NaN in the trainer's log-probs of unfinished samples"
+        self._stop_or_warn(self._waiting_nan(compared), compared, reason)
+
+    def _stop_or_warn(self, diagnosis: Diagnosis, compared: Compared, reason: str) -> None:
+        """What run.on_mismatch asks for, a bundle left either way."""
         bundle = self._leave_bundle(diagnosis, compared, {})
-        reason = f"{what} is not 0 in a unified recipe"
         if self.config.run.on_mismatch == "stop":
             raise self._stop(diagnosis, bundle, reason)
         self.warned = True
@@ -112,6 +129,19 @@ class Watchdog:
             phase = "backward: forward and loss are finite, the gradient is not"
         found = role or f"gradients of {roles}"
         return Diagnosis("non-finite", self.step, phase, found, where, (), bad, len(logp))
+
+    def _waiting_nan(self, compared: Compared) -> Diagnosis:
+        logp = compared.trainer_logp()
+        faults = token_faults(compared.groups, logp.numpy(), None)
+        tokens = tuple(f for f in faults if math.isnan(f.trainer))
+        role, where = first_nonfinite(self.model, compared.groups)
+        if role:
+            phase = "forward: an operator's output is not finite"
+        else:
+            phase = "forward: no operator of a block, each sample alone"
+            role, where = "head or packing", "NaN in the head, or of the packed batch only"
+        bad = int(logp.isnan().sum())
+        return Diagnosis("non-finite", self.step, phase, role, where, tokens[:50], bad, len(logp))
 
     def _leave_bundle(
         self, diagnosis: Diagnosis, compared: Compared, more: Mapping[str, Any]

@@ -167,6 +167,24 @@ def test_the_same_rule_holds_for_rows_that_are_ratios_already():
     assert targets.evaluate(near, held).verdict == "not comparable"
 
 
+def test_quantise_and_fused_operators_have_one_geometric_mean_before_their_own_rows():
+    first, *each = api.load_suite("pointwise").TARGETS
+    names = {c.name for c in api.load_suite("pointwise").cases() if c.name.endswith("/8B/8192")}
+    marks = ("quantize", "rescale", "rows.int8", "+", "add_")
+    meant = sorted(name for name in names if any(mark in name for mark in marks))
+    assert sorted(first.rows.split("|")) == meant and len(meant) == 18
+    assert (first.must, first.aim, first.reduce) == (0.85, 0.95, "geomean")
+    # one poor operator is in the mean, and has its own verdict
+    poor = "requantize_tokens/8B/8192"
+    held = {name: {"share_of_copy": 0.5 if name == poor else 0.9} for name in names}
+    line = targets.evaluate(first, held, names)
+    assert line.value == pytest.approx(0.9 * (5 / 9) ** (1 / 18)) and line.verdict == "must"
+    assert (line.rows, line.worst) == (18, poor)
+    verdicts = {t.rows: targets.evaluate(t, held, names).verdict for t in each}
+    assert len(verdicts) == 15 and verdicts[poor] == "missed"
+    assert [v for row, v in verdicts.items() if row != poor] == ["must"] * 14
+
+
 @pytest.mark.parametrize("suite", ["rollout", "step"])
 def test_every_ratio_of_two_recipes_falls_under_the_rule(suite: str):
     """A share of memory is no time, and has no roofline."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from samebit.cli import main
+from samebit.lock import FolderLock
 from samebit.log import read_json_lines
 from tests.tiny import tiny_folder
 
@@ -98,6 +100,38 @@ def test_a_folder_in_use_is_refused_and_resuming_a_finished_run_ends(
     assert "exactly 0" in said.out.splitlines()[-1]
 
 
+def contents(folder: Path) -> dict[Path, tuple[bytes, int]]:
+    """Every file below, with its time of change."""
+    files = [p for p in folder.rglob("*") if p.is_file()]
+    return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in files}
+
+
+def test_a_dry_run_refuses_a_folder_that_the_run_would_and_touches_nothing(
+    made: tuple[str, str], tmp_path: Path, capsys: Any
+):
+    file, run = made
+    dry = ["train", file, "--dry-run", "--out"]
+    before = contents(Path(run))
+    assert main([*dry, run]) == 2
+    said = f"error: {run} already holds a run: continue it with --resume, or choose another folder"
+    assert said in capsys.readouterr().err
+    assert main([*dry, run, "--resume"]) == 0
+    assert main([*dry, run, "--resume", "--recipe", "bf16"]) == 2
+    assert f"run {run} (plan.json) was written under precision plan" in capsys.readouterr().err
+    with FolderLock(tmp_path / "live"):
+        held = contents(tmp_path / "live")
+        for more in ([], ["--resume"]):
+            assert main([*dry, str(tmp_path / "live"), *more]) == 2
+            said = capsys.readouterr().err
+            assert f"{tmp_path / 'live'} is in use by a live run" in said
+            assert str(os.getpid()) in said
+        assert contents(tmp_path / "live") == held
+    # whoever held it has gone; nothing is left of looking
+    assert main([*dry, str(tmp_path / "live")]) == 0
+    assert main([*dry, str(tmp_path / "new")]) == 0 and not (tmp_path / "new").exists()
+    assert contents(Path(run)) == before
+
+
 @pytest.mark.parametrize("text", ["{}", "{", "[]"])
 def test_a_damaged_plan_is_refused_by_name(made: tuple[str, str], capsys: Any, text: str):
     file, run = made
@@ -126,6 +160,38 @@ def test_eval_of_run_checkpoint_and_file(made: tuple[str, str], capsys: Any):
     assert "--pass-reward much: must be a number" in capsys.readouterr().err
     assert main(["eval", f"{Path(run).parent}/model"]) == 2
     assert "a bare model has no task" in capsys.readouterr().err
+
+
+def test_a_model_named_beside_a_run_is_what_is_evaluated(made: tuple[str, str], capsys: Any):
+    file, run = made
+    base = f"{Path(run).parent}/model"
+
+    def evaluated(*target: str) -> dict[str, Any]:
+        assert main(["eval", *target, "--json", "--eval.samples", "8"]) == 0
+        return json.loads(capsys.readouterr().out)[0]
+
+    assert evaluated(run)["weights"] == f"{run}/checkpoints/step_000002"
+    named = evaluated(run, "--model", base)
+    assert named["weights"] == base and named == evaluated(file)
+    assert main(["eval", f"{run}/checkpoints/step_000002", "--model", base]) == 2
+    said = capsys.readouterr().err
+    assert "command line: --model: the weights are named twice" in said
+    assert f"leave --model out, or give {run} instead" in said
+
+
+def test_rollout_samples_from_a_model_named_beside_a_run(
+    made: tuple[str, str], tmp_path: Path, capsys: Any
+):
+    run = made[1]
+    other, prompts = str(tiny_folder(tmp_path / "m", "llama", layers=1)), tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "hello"}')
+
+    def drawn(*target: str) -> list[float]:
+        given = ["--logps", "--recipe", "fp8", "--max-tokens", "3", "--prompts", str(prompts)]
+        assert main(["rollout", *target, *given]) == 0
+        return json.loads(capsys.readouterr().out)["logps"]
+
+    assert drawn(run, "--model", other) == drawn(other) != drawn(run)
 
 
 def test_rollout_is_repeatable_and_writes_what_was_drawn(
@@ -221,6 +287,63 @@ def test_a_model_that_is_nowhere_names_its_option_or_file(
     file.write_text(CONFIG.format(model="/nope"))
     assert main([command, str(file)]) == 2
     assert f"{file}: model '/nope': no such folder" in capsys.readouterr().err
+
+
+@pytest.fixture
+def empty_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub that answers, and has no model."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    from tests.models.test_source import http_error
+
+    def missing(*_: Any, **__: Any) -> None:
+        raise http_error(RepositoryNotFoundError)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", missing)
+
+
+GONE = "org/gone@r1"
+NO_MODEL = f"model {GONE!r}: no such folder, and no such model on the hub; check its name"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train {file} --model {gone} --out {new} --quiet",
+        "train {file} --model {gone} --out {new} --dry-run",
+        "eval {file} --model={gone}",
+        "eval {run} --model {gone}",
+        "rollout {run} --model {gone} --prompts {prompts}",
+        "trace --model {gone}",
+        "flow show fp8 --model {gone}",
+    ],
+)
+def test_a_model_that_only_fetching_finds_missing_names_its_option(
+    made: tuple[str, str], empty_hub: None, tmp_path: Path, capsys: Any, command: str
+):
+    file, run = made
+    prompts, new = tmp_path / "p.jsonl", tmp_path / "new"
+    prompts.write_text('{"prompt": "hello"}')
+    given = command.format(file=file, run=run, gone=GONE, prompts=prompts, new=new).split()
+    assert main(given) == 2
+    said = capsys.readouterr().err
+    assert f"samebit {given[0]}: error: command line: --model: {NO_MODEL}" in said
+    assert "or give a local folder" in said
+
+
+def test_a_model_of_a_file_that_only_fetching_finds_missing_names_the_file(
+    empty_hub: None, tmp_path: Path, capsys: Any
+):
+    file = tmp_path / "gone.toml"
+    file.write_text(CONFIG.format(model=GONE))
+    for command in (["train", "--dry-run", "--out", str(tmp_path / "new")], ["eval"]):
+        assert main([*command, str(file)]) == 2
+        assert f"error: {file}: {NO_MODEL}" in capsys.readouterr().err
+    # named itself, and not by an option
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "hello"}')
+    assert main(["rollout", GONE, "--prompts", str(prompts)]) == 2
+    assert f"samebit rollout: error: {NO_MODEL}" in capsys.readouterr().err
 
 
 def test_export_in_both_forms(made: tuple[str, str], capsys: Any, tmp_path: Path):

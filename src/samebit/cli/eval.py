@@ -10,11 +10,12 @@ from samebit.cli.arguments import Option, expect, help_text, parse
 from samebit.cli.policy import Target, find_target, load_policy, needs_task
 from samebit.reporter import Reporter
 
-USAGE = "samebit eval FILE|RUN|CHECKPOINT [--recipe A,B] [--json] [--any.key VALUE]"
+USAGE = "samebit eval FILE|RUN|CHECKPOINT [--model M] [--recipe A,B] [--json] [--any.key VALUE]"
 ABOUT = (
     "Samples completions of the held-out prompts and grades them. The number and temperature are\n"
     "eval.prompts, eval.samples and eval.temperature of the configuration; with n samples the mean is\n"
-    "avg@n, and pass@k the chance that one of k passes (k = 1, 2, 4, ... n)."
+    "avg@n, and pass@k the chance that one of k passes (k = 1, 2, 4, ... n).\n"
+    "--model M evaluates M on the task and settings of FILE or RUN, not RUN's own checkpoint."
 )
 OPTIONS = (
     Option("recipe", "A,B", "recipes to evaluate under, comma-separated (default: the run's own)"),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from samebit.cli.arguments import Option, expect, help_text, parse
+from samebit.cli.validate import model_of
 from samebit.quant.flow import Edge, differing_edges, graph
 from samebit.quant.plan import load_recipe, recipe_names
 from samebit.spec import Flow, Gemm, Recipe
@@ -111,7 +112,9 @@ def _plan(recipe: Recipe, model: str) -> str:
     from samebit.models.load import plan_for
     from samebit.models.source import resolve
 
-    return plan_for(recipe, read_config(resolve(model))).describe()
+    with model_of("command line: --model"):
+        folder = resolve(model)
+    return plan_for(recipe, read_config(folder)).describe()
 
 
 def _print_difference(left: str, a: Flow, right: str, b: Flow) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from samebit.cli.validate import check_model
+from samebit.cli.validate import check_model, model_of
 from samebit.config import Config, TaskSection
 from samebit.config_io import load, origin_of
 from samebit.models.decoder import Decoder
@@ -18,11 +18,13 @@ class Target:
     """What was named, before anything large is read.
 
     config: of the run or file, or defaults around a bare model (task name ""). checkpoint: the
-    weights of the run, or None for the model's own.
+    weights of the run, or None for the model's own. source: the option or file that gave the model,
+    "" where it was named itself.
     """
 
     config: Config
     checkpoint: Path | None
+    source: str = ""
 
     @property
     def describe(self) -> str:
@@ -31,17 +33,22 @@ class Target:
 
 
 def find_target(name: str, overrides: Sequence[tuple[str, str]] = ()) -> Target:
-    """Sort out `name`; ValueError for a run without a complete checkpoint or whose model is nowhere."""
-    path = Path(name)
+    """Sort out `name`; ValueError for a run without a complete checkpoint or whose model is nowhere.
+
+    A `model` among the overrides names the weights: of a run they are not its checkpoint's then.
+    """
+    path, given = Path(name), {key for key, _ in overrides}
     if path.suffix == ".toml":
-        return Target(_load(path, overrides), None)
+        return _target(path, overrides, None)
     if (path / "config.toml").is_file():
         from samebit.train.checkpoint import newest
 
+        if "model" in given:
+            return _target(path / "config.toml", overrides, None)
         checkpoint = newest(path / "checkpoints")
         if checkpoint is None:
             raise ValueError(f"{path}: no complete checkpoint in {path / 'checkpoints'}")
-        return Target(_load(path / "config.toml", overrides), checkpoint)
+        return _target(path / "config.toml", overrides, checkpoint)
     if (path / "state.json").is_file():
         from samebit.train.checkpoint import problem_of
 
@@ -49,18 +56,23 @@ def find_target(name: str, overrides: Sequence[tuple[str, str]] = ()) -> Target:
         if problem is not None:
             raise ValueError(f"{path}: unreadable checkpoint: {problem}")
         config = path.parent.parent / "config.toml"
-        return Target(_load(config, overrides), path)
-    given = {key for key, _ in overrides}
+        if "model" in given:
+            raise ValueError(
+                f"command line: --model: the weights are named twice, {path} is a checkpoint; leave "
+                f"--model out, or give {config.parent} instead for its task and settings"
+            )
+        return _target(config, overrides, path)
     defaults = [("model", name), ("task.name", "none"), *_exported_recipe(path)]
     extra = [(key, value) for key, value in defaults if key not in given]
-    return Target(load(None, [*extra, *overrides]), None)
+    source = "command line: --model" if "model" in given else ""
+    return Target(load(None, [*extra, *overrides]), None, source)
 
 
-def _load(path: Path, overrides: Sequence[tuple[str, str]]) -> Config:
-    """The configuration of a file; ValueError naming file or option for a model that is nowhere."""
-    config = load(path, overrides)
-    check_model(config, origin_of(path, overrides))
-    return config
+def _target(path: Path, overrides: Sequence[tuple[str, str]], checkpoint: Path | None) -> Target:
+    """A file's target; ValueError naming file or option for a model that is nowhere."""
+    config, origin = load(path, overrides), origin_of(path, overrides)
+    check_model(config, origin)
+    return Target(config, checkpoint, origin.of("model"))
 
 
 def _exported_recipe(folder: Path) -> list[tuple[str, str]]:
@@ -83,7 +95,8 @@ def load_policy(target: Target, recipe: str | None = None) -> tuple[Decoder, Tok
 
     chosen = load_recipe(recipe or target.config.recipe)
     set_threads(target.config)
-    source = resolve(target.config.model)
+    with model_of(target.source):
+        source = resolve(target.config.model)
     model = load_model(source, chosen, choose_device(target.config))
     if target.checkpoint is not None:
         load_weights(target.checkpoint, model)

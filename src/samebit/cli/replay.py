@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from samebit.cli.arguments import Option, expect, help_text, parse
+from samebit.cli.validate import model_of
 
 USAGE = "samebit replay RUN/repro/step_N"
 ABOUT = (
@@ -29,7 +30,8 @@ def run(args: Sequence[str]) -> int:
     (folder,) = expect(found, ["FOLDER"], USAGE)
     from samebit.replay import replay
 
-    result = replay(folder, redraw=not found.flag("no-redraw"))
+    with model_of(f"{folder}/config.toml"):
+        result = replay(folder, redraw=not found.flag("no-redraw"))
     if found.flag("json"):
         print(json.dumps(asdict(result) | {"repeats": result.repeats}, indent=2))
     else:

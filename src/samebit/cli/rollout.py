@@ -33,6 +33,7 @@ OPTIONS = (
     Option("logps", "", "also write token ids and the sampler's log-probs"),
 )
 KEYS = (
+    Option("model", "M", "weights to sample from, under the settings of RUN, not its checkpoint's"),
     Option(
         "recipe", "NAME", "recipe to sample under (default: the run's or export's own, else fp8)"
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from samebit.cli.arguments import Arguments, Option, expect, help_text, parse
@@ -77,7 +78,9 @@ def _load(found: Arguments, tokens: int, count: int, seed: int) -> tuple[Any, li
     else:
         from samebit.cli.policy import find_target, load_policy
 
-        model, tokenizer, _ = load_policy(find_target(name), found.text("recipe") or None)
+        target = find_target(name)
+        target = replace(target, source=target.source or "command line: --model")
+        model, tokenizer, _ = load_policy(target, found.text("recipe") or None)
         if found.text("text"):
             return model, [tokenizer.encode_prompt(found.text("text"))]
     limit = model.config.max_position

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from samebit.cli.arguments import Option, expect, parse
 from samebit.cli.keys import key_help
-from samebit.cli.validate import check_model, validate
+from samebit.cli.validate import check_model, model_of, validate
 from samebit.config import Config
 from samebit.config_io import load, origin_of
 from samebit.reporter import Reporter, last_line
@@ -42,26 +42,27 @@ def run(args: Sequence[str]) -> int:
     origin = origin_of(path, found.overrides)
     validate(config, origin)  # the loop repeats its warnings
     check_model(config, origin)
-    if found.flag("dry-run"):
-        return _say_what_would_run(config)
-    from samebit.loop import train
+    with model_of(origin.of("model")):
+        if found.flag("dry-run"):
+            return _say_what_would_run(config, found.flag("resume"))
+        from samebit.loop import train
 
-    reporter = Reporter(quiet=found.flag("quiet"))
-    try:
-        train(config, found.flag("resume"), reporter)
-    finally:
-        reporter.close()
+        reporter = Reporter(quiet=found.flag("quiet"))
+        try:
+            train(config, found.flag("resume"), reporter)
+        finally:
+            reporter.close()
     _conclude(config.run.out)
     return 0
 
 
-def _say_what_would_run(config: Config) -> int:
+def _say_what_would_run(config: Config, resume: bool) -> int:
     """The configuration on stdout, so that it can be kept; device, model and memory on stderr."""
     from samebit.config_dump import dump
     from samebit.run_checks import foresee
 
     print(dump(config), end="", flush=True)
-    for line in foresee(config):
+    for line in foresee(config, resume):
         print(line, file=sys.stderr)
     return 0
 

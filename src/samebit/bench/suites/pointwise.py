@@ -21,11 +21,23 @@ HELD = ("quantize_activation", "quantize_rows.int8", "quantize_rows.e4m3", "quan
         "rescale_tokens", "requantize_tokens", "quantize_weight", "norm+quantize",
         "add_norm+quantize", "add_norm+int8",
         "silu+quantize", "qk_norm+rope+store.fp8", "norm", "add_norm", "silu")  # fmt: skip
-TARGETS = tuple(
-    Target(f"{name}, 8B, 8,192 tokens: share of the copy rate", "pointwise", f"{name}/8B/8192",
-           "share_of_copy", 0.85, 0.95, "%", reduce="worst")
-    for name in HELD
-)  # fmt: skip
+PLAIN = ("norm", "norm_backward", "silu", "silu_backward", "transpose_codes", "embed",
+         "embed_backward")  # fmt: skip
+"""Neither quantisers nor fused: no part of the geometric mean."""
+
+
+def _targets() -> tuple[Target, ...]:
+    """All that quantises or is fused as one number, then one by one what is held to the bound itself."""
+    together = "|".join(f"{name}/8B/8192" for name in MAKERS if name not in PLAIN)
+    what = "quantise and fused, 8B, 8,192 tokens: share of the copy rate"
+    mean = Target(what, "pointwise", together, "share_of_copy", 0.85, 0.95, "%")
+    each = (
+        Target(f"{name}, 8B, 8,192 tokens: share of the copy rate", "pointwise", f"{name}/8B/8192",
+               "share_of_copy", 0.85, 0.95, "%", reduce="worst")
+        for name in HELD
+    )  # fmt: skip
+    return mean, *each
+
 
 Calls = tuple[list[Call], float]
 """(calls over rotating inputs, bytes one of them moves)."""
@@ -210,3 +222,5 @@ MAKERS: dict[str, Callable[..., Calls]] = {
                     _rope),
     **dict.fromkeys(("embed", "embed_backward"), _embed),
 }  # fmt: skip
+
+TARGETS = _targets()
