@@ -26,6 +26,8 @@ from samebit.kernels.quantize_row import quantize_rows
 
 ROWS = 32
 WARPS = 4
+FEW = 16
+"""Tokens that share a program's rows badly: up to so many, the forward takes 8 at a time."""
 
 
 @triton.jit
@@ -110,7 +112,8 @@ def _forward(
         scale = empty_activation_scale(T, F, device)
     if T == 0:
         return y, codes, scale
-    _silu_mul_kernel[(padded(F) // BLOCK, triton.cdiv(T, ROWS))](
+    rows = 8 if T <= FEW else ROWS
+    _silu_mul_kernel[(padded(F) // BLOCK, triton.cdiv(T, rows))](
         gate_TF,
         up_TF,
         gate_TF if y is None else y,
@@ -125,7 +128,7 @@ def _forward(
         F,
         STORE=store,
         CODES=blocks,
-        ROWS=ROWS,
+        ROWS=rows,
         BLOCK=BLOCK,
         num_warps=WARPS,
         **NUMERIC_OPTIONS,

@@ -16,9 +16,12 @@ from samebit.kernels.quantize_common import (
     widened_once,
 )
 
-ROWS = 32
-"""Tokens per program; a group's result depends on its own elements only."""
 WARPS = 4
+
+
+def rows_for(tokens: int) -> int:
+    """Tokens per program; a group's result depends on its own elements only."""
+    return 16 if tokens <= 256 else 32
 
 
 @triton.jit
@@ -70,7 +73,8 @@ def quantize_activation(
         scale = empty_activation_scale(T, K, x_TK.device)
     if T == 0:
         return codes, scale
-    _quantize_activation_kernel[(padded(K) // BLOCK, triton.cdiv(T, ROWS))](
+    rows = rows_for(T)
+    _quantize_activation_kernel[(padded(K) // BLOCK, triton.cdiv(T, rows))](
         x_TK,
         codes.view(torch.uint8),
         scale,
@@ -81,7 +85,7 @@ def quantize_activation(
         T,
         K,
         BF16=x_TK.dtype == torch.bfloat16,
-        ROWS=ROWS,
+        ROWS=rows,
         BLOCK=BLOCK,
         num_warps=WARPS,
         **NUMERIC_OPTIONS,

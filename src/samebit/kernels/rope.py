@@ -25,6 +25,9 @@ from samebit.kernels.quantize_common import (
 )
 
 WARPS = 4
+FEW = 256
+"""Tokens of a decode step, at most: their programs are all there at once, and the time is one program's
+way from its first load to its last store. So K and V have a program a token, and all is read at first."""
 AHEAD = tl.constexpr(7 * 132)
 """Tokens whose programs an H200 holds at once: Q that far ahead is fetched while these compute. With
 BF16 outputs it gained nothing, and the tokens of a decode step are all there at once."""
@@ -87,21 +90,36 @@ def _rotate_heads(
     eps,
     NORM: tl.constexpr,
     HALF: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """BF16 halves [heads, D/2] of the heads at x_ptr + offset, normed and rotated.
 
-    `angle`: where a head's row of the table starts, [heads, 1] or a scalar.
+    `angle`: where a head's row of the table starts, [heads, 1] or a scalar. EARLY: everything is read
+    before anything is computed; with many tokens that costs more in registers than it saves.
     """
     d = tl.arange(0, HALF)[None, :]
     x1, x2 = _load_heads(x_ptr, offset, inside, HALF)
+    if EARLY:
+        if NORM:
+            w1 = tl.load(weight_ptr + d)
+            w2 = tl.load(weight_ptr + HALF + d)
+        cos = tl.load(cos_ptr + angle + d)
+        sin = tl.load(sin_ptr + angle + d)
     if NORM:
         a1 = widened_once(x1)
         a2 = widened_once(x2)
         rstd = head_rstd(a1, a2, eps, HALF)
-        x1 = round_to_bf16((a1 * rstd) * tl.load(weight_ptr + d).to(tl.float32))
-        x2 = round_to_bf16((a2 * rstd) * tl.load(weight_ptr + HALF + d).to(tl.float32))
-    cos = tl.load(cos_ptr + angle + d)
-    sin = tl.load(sin_ptr + angle + d)
+        a1 = a1 * rstd
+        if not EARLY:
+            w1 = tl.load(weight_ptr + d)
+        x1 = round_to_bf16(a1 * w1.to(tl.float32))
+        a2 = a2 * rstd
+        if not EARLY:
+            w2 = tl.load(weight_ptr + HALF + d)
+        x2 = round_to_bf16(a2 * w2.to(tl.float32))
+    if not EARLY:
+        cos = tl.load(cos_ptr + angle + d)
+        sin = tl.load(sin_ptr + angle + d)
     a1 = widened_once(x1)
     a2 = widened_once(x2)
     return round_to_bf16(a1 * cos - a2 * sin), round_to_bf16(a2 * cos + a1 * sin)
@@ -125,6 +143,7 @@ def _rope_kernel(
     KV_HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
     HALF: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     d = tl.arange(0, HALF)[None, :]
@@ -134,7 +153,7 @@ def _rope_kernel(
         angle = tl.load(positions_ptr + t).to(tl.int64) * HALF
         lo, hi = _rotate_heads(
             q_ptr + t * q_stride, h * (2 * HALF) + d, h < H, q_weight_ptr, cos_ptr, sin_ptr,
-            angle, eps, NORM, HALF,
+            angle, eps, NORM, HALF, EARLY,
         )  # fmt: skip
         if FETCH:
             later = tl.minimum(t + AHEAD, T - 1)
@@ -161,12 +180,15 @@ def _rope_kernel(
             kv_page * scale_page_stride + kv_row * scale_slot_stride + g * scale_head_stride
         )
         kv_head = g * (2 * HALF) + d
+        if EARLY:
+            v_lo, v_hi = _load_heads(v_ptr, kv_t * v_stride + kv_head, kv_inside, HALF)
         k_lo, k_hi = _rotate_heads(
             k_ptr, kv_t * k_stride + kv_head, kv_inside, k_weight_ptr, cos_ptr, sin_ptr, kv_angle, eps,
-            NORM, HALF,
+            NORM, HALF, EARLY,
         )  # fmt: skip
         _store_head(k_lo, k_hi, k_out_ptr, k_scale_ptr, kv_target, scale_target, written, FP8)
-        v_lo, v_hi = _load_heads(v_ptr, kv_t * v_stride + kv_head, kv_inside, HALF)
+        if not EARLY:
+            v_lo, v_hi = _load_heads(v_ptr, kv_t * v_stride + kv_head, kv_inside, HALF)
         _store_head(v_lo, v_hi, v_out_ptr, v_scale_ptr, kv_target, scale_target, written, FP8)
 
 
@@ -235,7 +257,7 @@ def qk_norm_rope_store(
     q_weight, k_weight = norm_weights if norm_weights is not None else (cos, cos)
     codes = torch.uint8 if fp8 else torch.bfloat16
     q_heads, kv_heads = triton.next_power_of_2(num_heads), triton.next_power_of_2(G)
-    tokens = max(1, q_heads // kv_heads)
+    tokens = 1 if T <= FEW else max(1, q_heads // kv_heads)
     _rope_kernel[(T + triton.cdiv(T, tokens),)](
         q_TN, k_TN, v_TN, q_weight, k_weight, cos, sin, positions_T,
         positions_T if slots_T is None else slots_T,
@@ -254,6 +276,7 @@ def qk_norm_rope_store(
         KV_HEADS=kv_heads,
         TOKENS=tokens,
         HALF=D // 2,
+        EARLY=T <= FEW,
         num_warps=WARPS,
         **NUMERIC_OPTIONS,
     )  # fmt: skip
