@@ -7,6 +7,7 @@ count that is shipped, not one of each kind.
 """
 
 import contextlib
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -221,7 +222,8 @@ def pointwise_jobs(every: bool) -> Iterator[Job]:
             torch.zeros(-(-K // 128), 256).T,
         )
         w = torch.zeros(512, K)
-        yield f"quantise {K}", lambda x=x: quantize_activation(x)
+        yield f"quantise {K}", lambda x=x: quantize_activation(x.repeat(2, 1))
+        yield f"quantise {K}, few", lambda x=x: quantize_activation(x)
         yield f"quantise gradient {K}", lambda x=x: quantize_gradient(x, groups)
         yield (
             f"quantise silu gradient {K}",
@@ -257,17 +259,22 @@ def pointwise_jobs(every: bool) -> Iterator[Job]:
             f"silu and quantise {K}",
             lambda x=x: activation.silu_mul_quantize(x, x, E4M3_FORMAT, keep_output=True),
         )
+        yield (
+            f"silu and quantise {K}, few",
+            lambda x=x: activation.silu_mul_quantize(x[:16], x[:16], E4M3_FORMAT),
+        )
         yield f"silu backward {K}", lambda x=x: activation.silu_mul_backward(x, x, x)
         yield f"embed {K}", lambda x=x: embed.embed(positions.long(), x)
     x = torch.zeros(256, 1024, dtype=BF16)
     for D in (64, 128):
         table = rope.rotary_table(16, D, 1e4, "cpu")
-        for fp8 in (False, True):
-            store = rope.KeyValueStore.packed(256, 2, D, fp8, x.device)
+        for fp8, T in itertools.product((False, True), (256, 512)):
+            rows, store = x.repeat(2, 1)[:T], rope.KeyValueStore.packed(T, 2, D, fp8, x.device)
+            at = positions.repeat(2)[:T]
             for norms in (None, (x[0, :D], x[1, :D])):
-                yield f"rope {D} {fp8} {norms is not None}", (
-                    lambda t=table, s=store, n=norms: rope.qk_norm_rope_store(
-                        x, x, x, positions, t, s, num_heads=4, norm_weights=n)
+                yield f"rope {D} {fp8} {norms is not None} {T}", (
+                    lambda t=table, s=store, n=norms, x=rows, at=at: rope.qk_norm_rope_store(
+                        x, x, x, at, t, s, num_heads=4, norm_weights=n)
                 )  # fmt: skip
         many, store = x.repeat(4, 1), rope.KeyValueStore.packed(1024, 2, D, True, x.device)
         yield (

@@ -44,6 +44,14 @@ def test_fused_equals_the_chain(F):
     assert dropped is None and same_bits(codes, expected[0]) and same_bits(scale, expected[1])
 
 
+def test_few_tokens_have_the_bits_of_many(monkeypatch):
+    gate, up = awkward(11, 200), normal(11, 200)
+    few = silu_mul_quantize(gate, up, E4M3, keep_output=True)
+    monkeypatch.setattr("samebit.kernels.activation.FEW", 0)
+    many = silu_mul_quantize(gate, up, E4M3, keep_output=True)
+    assert all(same_bits(a, b) for a, b in zip(few, many, strict=True))
+
+
 def test_backward():
     gate, up, dy = normal(33, 200), normal(33, 200, seed=1), normal(33, 200, seed=2)
     both = torch.zeros((33, 512), dtype=BF16, device=DEVICE)

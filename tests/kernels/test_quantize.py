@@ -75,6 +75,13 @@ def test_activation_of_a_strided_view_equals_that_of_a_copy():
     assert equal(*quantize_activation(view), blocks(view))
 
 
+def test_tokens_a_program_change_no_bit(monkeypatch):
+    x = awkward(37, 320)
+    few = quantize_activation(x)
+    monkeypatch.setattr("samebit.kernels.quantize_activation.rows_for", lambda tokens: 32)
+    assert all(same_bits(a, b) for a, b in zip(few, quantize_activation(x), strict=True))
+
+
 @pytest.mark.parametrize(("N", "K"), [(128, 128), (200, 192), (40, 300)])
 def test_weight_into_a_fused_buffer(N, K):
     w = awkward(N, K, torch.float32)

@@ -6,6 +6,7 @@ import torch
 
 from tests.kernels.pointwise_oracle import BF16, DEVICE, blocks, same_bits, scale_of
 
+from samebit.kernels import rope  # isort: skip
 from samebit.kernels.embed import embed, embed_backward  # isort: skip
 from samebit.kernels.rope import KeyValueStore, qk_norm_rope_store, rotary_table  # isort: skip
 from samebit.kernels.rope_backward import rope_backward  # isort: skip
@@ -45,6 +46,25 @@ def test_packed_rotation_has_the_reference_bits():
     assert scale is None and same_bits(out, rotated(q, H))
     assert same_bits(store.k[0], rotated(k, G))
     assert same_bits(store.v[0], v.reshape(T, G, D))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_few_tokens_have_the_bits_of_many(fp8, norm, monkeypatch):
+    q, k, v = parts()
+    weights = (normal(D, seed=5), normal(D, seed=6)) if norm else None
+
+    def launched():
+        store = KeyValueStore.packed(T, G, D, fp8, q.device)
+        out, scale = qk_norm_rope_store(
+            q, k, v, POSITIONS, TABLE, store, num_heads=H, norm_weights=weights
+        )
+        scales = (scale, store.k_scale, store.v_scale) if fp8 else ()
+        return (out, store.k, store.v, *scales)
+
+    few = launched()
+    monkeypatch.setattr(rope, "FEW", 0)
+    assert all(same_bits(a, b) for a, b in zip(few, launched(), strict=True))
 
 
 @pytest.mark.parametrize("fp8", [False, True])
