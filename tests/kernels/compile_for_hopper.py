@@ -147,7 +147,7 @@ def head_jobs(every: bool) -> Iterator[Job]:
     from samebit.kernels.head_backward import HeadGradient, head_log_prob_backward
     from samebit.kernels.head_restrict import HeadCut, scaled_logits
     from samebit.kernels.head_tile import head_tile
-    from samebit.kernels.sample import sample
+    from samebit.kernels.sample import draw_tile, sample
     from samebit.operand import allocate_weight
     from samebit.reference.sampling import Transform
     from samebit.spec import Precision
@@ -174,7 +174,7 @@ def head_jobs(every: bool) -> Iterator[Job]:
             return
         head_log_prob(hidden, weight, target, inverse, 500, entropy=True, cut=cut, tile=tile)
         keys = torch.zeros(n, 2, dtype=torch.int32)
-        sample(hidden, weight, inverse, keys, 500, cut=cut, tile=tile)
+        sample(hidden, weight, inverse, keys, 500, cut=cut, tile=draw_tile(T))
         if cut is not None:
             scaled_logits(hidden, weight, inverse, 500, tile=tile)
 

@@ -126,6 +126,17 @@ def noise_keys(
     return torch.from_numpy(np.array(keys, dtype=np.uint32).view(np.int32)).to(device)
 
 
+def draw_tile(T: int) -> HeadTile:
+    """The tile for drawing `T` tokens.
+
+    128 tokens share a tile of the weight where they fill their tiles to more than half. What this kernel
+    keeps of a token does not fit in the registers of the 256 that the training head takes from 513 on.
+    """
+    if T > 512 or (T > 64 and triton.cdiv(T, 64) % 2 == 0):
+        return HeadTile(128, False, 8, 4)
+    return head_tile(T)
+
+
 def sample(
     hidden_TK: torch.Tensor,
     weight_VK: torch.Tensor,
@@ -147,7 +158,7 @@ def sample(
     assert T > 0 and 0 < vocab_size <= V and weight_VK.shape[1] == K
     assert noise_keys_T2.shape == (T, 2) and noise_keys_T2.dtype == torch.int32
     assert noise_keys_T2.is_contiguous()
-    tile = tile or head_tile(T)
+    tile = tile or draw_tile(T)
     hidden_desc, weight_desc = descriptors(hidden_TK, weight_VK, tile)
     tiles = triton.cdiv(V, VOCAB_TILE)
     parts = torch.empty((5, tiles, T), dtype=torch.float32, device=device)
