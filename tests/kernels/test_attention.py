@@ -191,26 +191,31 @@ def test_specialised_launches_name_every_parameter(recorders, fp8):
         extra = {**cache, **({"q_scale_TH": scales["q_scale_TH"][rows]} if fp8 else {})}
         attention_forward(q[rows], k_pages, v_pages, layout, 0.125, **extra)
     assert recorders["attention_stream_kernel"].grid == (2 * 5 * 6,)
-    assert recorders["attention_decode_hopper_kernel"].grid == (5 * 2, 2)
+    decode_kernel = f"attention_decode_{'codes' if fp8 else 'hopper'}_kernel"
+    assert recorders[decode_kernel].grid == (5 * 2, 2)
     assert recorders["attention_fold_kernel"].constants["FINISHED"] == 1
     assert recorders["attention_decode_kernel"].grid is None
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("length", [100, 5000])
-def test_a_decode_launch_for_codes_names_every_parameter(recorders, monkeypatch, length):
+def test_a_decode_launch_for_codes_names_every_parameter(recorders, monkeypatch, length, fp8):
     monkeypatch.setattr(decode, "SPLIT_KEYS", 1024)
     monkeypatch.setattr(decode, "KEY_BLOCK", 128)
     monkeypatch.setattr(pages, "KEY_BLOCK", 128)
     H, G, D = 32, 8, 128
-    q = torch.zeros(128, H, D, dtype=torch.bfloat16)
-    cache = torch.zeros(3, G, 128, D, dtype=torch.bfloat16).transpose(1, 2)
+    dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    q = torch.zeros(128, H, D, dtype=dtype)
+    cache = torch.zeros(3, G, 128, D, dtype=dtype).transpose(1, 2)
+    scale = torch.zeros(3, G, 128).transpose(1, 2)
+    named = {"q_scale_TH": torch.zeros(128, H), "k_scale": scale, "v_scale": scale} if fp8 else {}
     numbers = torch.zeros(128, dtype=torch.int32)
     layout = PagedLayout(torch.zeros(128, 40, dtype=torch.int32), numbers, None, 1, length)
     assert decodes_to_codes(q, cache, cache, layout)
-    codes, scale = attention_codes(q, cache, cache, layout, 0.1)
+    codes, scale = attention_codes(q, cache, cache, layout, 0.1, **named)
     assert codes.shape == (128, 4096)
     assert scale.shape == (128, 32)
-    kernel = recorders["attention_decode_hopper_kernel"]
+    kernel = recorders[f"attention_decode_{'codes' if fp8 else 'hopper'}_kernel"]
     assert kernel.constants["QUANTIZE"] is True
     assert kernel.grid[0] == 128 * G // kernel.constants["HEADS"]
     assert (recorders["attention_fold_kernel"].grid == (128, H)) == (length == 5000)

@@ -1,10 +1,10 @@
-"""Attention decode over a paged cache: a feeder and one consumer warp group, two programs on a
+"""Attention decode over a paged BF16 cache: a feeder and one consumer warp group, two programs on a
 multiprocessor.
 
 The same steps and partial results as attention_decode.py. Keys and values of one key block arrive
-by bulk tensor copies in a ring of slots (K0, V0, K1, ...); e4m3 values are converted to FP16 by the
-feeder (attention_decode_feed.py). Needs pages of whole key blocks. A program walks HEADS key/value
-heads of a sequence, one after another, so that short contexts do not end before their copies flow.
+by bulk tensor copies in a ring of slots (K0, V0, K1, ...; attention_decode_feed.py). Needs pages of whole
+key blocks. A program walks HEADS key/value heads of a sequence, one after another, so that short
+contexts do not end before their copies flow.
 
 Of the 64 rows that wgmma wants, a group of query heads fills few. They are laid on rows 0-7 of each
 warp's 16, whose registers are then the only ones that the softmax touches.
@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from samebit.kernels._quantize_gluon import codes_of, scale_of, widened
-from samebit.kernels.attention_block import LN2, PV_LIFT
-from samebit.kernels.attention_decode_feed import feed, feed_codes
+from samebit.kernels.attention_block import LN2
+from samebit.kernels.attention_decode_feed import feed
 from samebit.kernels.attention_feed import ROWS
 from samebit.kernels.attention_walk import block_softmax
 
@@ -63,14 +63,12 @@ def _rescaled(acc, alpha, W: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _block(
-    count, block, end, acc, m, den, q_smem, data, bars, factor, position_R,
-    TAIL: gl.constexpr, D: gl.constexpr, KB: gl.constexpr, SLOTS: gl.constexpr, FP8: gl.constexpr,
-    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, L_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
+    count, block, end, acc, m, den, q_smem, ring, bars, factor, position_R,
+    TAIL: gl.constexpr, D: gl.constexpr, KB: gl.constexpr, SLOTS: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, L_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """One block of keys, the count-th of this program."""
-    ring, v16_smem, ks_smem, vs_smem = data
-    ready, free, s_ready, v16_ready, v16_free = bars
-    COLUMN: gl.constexpr = gl.SliceLayout(0, L_LAYOUT)
+    ready, free = bars
     item = 2 * count
     k_slot = item % SLOTS
     v_slot = (item + 1) % SLOTS
@@ -79,46 +77,30 @@ def _block(
     s = warpgroup_mma(
         q_smem, ring.index(k_slot).permute((1, 0)), zero, use_acc=False, is_async=True
     )
-    SCALED: gl.constexpr = SLOTS // 2 + 2
-    if FP8:
-        mbarrier.wait(s_ready.index(count % SCALED), (count // SCALED) & 1)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(free.index(k_slot), count=1)
     s = _live(s, KB)
-    if FP8:
-        s = s * ks_smem.index(count % SCALED).load(COLUMN)[None, :]
     p, m, den, alpha = block_softmax(s, m, den, factor, position_R, block * KB, TAIL, L_LAYOUT, KB)
-    if FP8:
-        v_scale = vs_smem.index(count % SCALED).load(COLUMN) * PV_LIFT
-        if TAIL:
-            v_scale = gl.where(block * KB + gl.arange(0, KB, COLUMN) < end, v_scale, 0.0)
-        p = p * v_scale[None, :]
     acc = _rescaled(acc, alpha, D, O_LAYOUT)
-    p = _operand(p.to(DTYPE), KB, gl.DotOperandLayout(0, O_LAYOUT, 2))
-    if FP8:
-        mbarrier.wait(v16_ready, count & 1)
-        acc = warpgroup_mma(p, v16_smem, acc, is_async=True)
-        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-        mbarrier.arrive(v16_free, count=1)
-    else:
-        v = ring.index(v_slot)
-        mbarrier.wait(ready.index(v_slot), ((item + 1) // SLOTS) & 1)
-        if TAIL:
-            V_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-            row = block * KB + gl.arange(0, KB, gl.SliceLayout(1, V_LAYOUT))
-            # Rows past the end may hold NaN, and 0 x NaN would reach every output.
-            v.store(gl.where((row < end)[:, None], v.load(V_LAYOUT), 0.0))
-            fence_async_shared()
-        acc = warpgroup_mma(p, v, acc, is_async=True)
-        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-        mbarrier.arrive(free.index(v_slot), count=1)
+    p = _operand(p.to(gl.bfloat16), KB, gl.DotOperandLayout(0, O_LAYOUT, 2))
+    v = ring.index(v_slot)
+    mbarrier.wait(ready.index(v_slot), ((item + 1) // SLOTS) & 1)
+    if TAIL:
+        V_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+        row = block * KB + gl.arange(0, KB, gl.SliceLayout(1, V_LAYOUT))
+        # Rows past the end may hold NaN, and 0 x NaN would reach every output.
+        v.store(gl.where((row < end)[:, None], v.load(V_LAYOUT), 0.0))
+        fence_async_shared()
+    acc = warpgroup_mma(p, v, acc, is_async=True)
+    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+    mbarrier.arrive(free.index(v_slot), count=1)
     return acc, m, den
 
 
 @gluon.jit
-def _queries(q_ptr, first_row, GROUP: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr):
+def _queries(q_ptr, first_row, GROUP: gl.constexpr, D: gl.constexpr):
     """Query heads of one group on the live rows of zeros [64, D]."""
-    LOAD: gl.constexpr = gl.BlockedLayout([1, WIDTH], [32 * WIDTH // D, D // WIDTH], [4, 1], [1, 0])
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     t_Q = gl.arange(0, ROWS, gl.SliceLayout(1, LOAD))
     r_Q = t_Q // 16 * 8 + t_Q % 8
     d_Q = gl.arange(0, D, gl.SliceLayout(0, LOAD))
@@ -137,17 +119,6 @@ def _next_queries(q_ptr, first_row, GROUP: gl.constexpr, D: gl.constexpr):
     d_Q = gl.arange(0, D, gl.SliceLayout(0, LOAD))
     pointers = q_ptr + (first_row + r_Q)[:, None] * D + d_Q[None, :]
     return gl.load(pointers, mask=(r_Q < GROUP)[:, None], other=0.0)
-
-
-@gluon.jit
-def _factor(
-    factor, q_scale_ptr, first_row, r_S, GROUP: gl.constexpr, FP8: gl.constexpr, ROW: gl.constexpr
-):  # fmt: skip
-    """What the raw scores of each row are multiplied by, [32]."""
-    factor_R = gl.full([LIVE], 1.0, gl.float32, ROW) * factor
-    if FP8:
-        factor_R = factor_R * gl.load(q_scale_ptr + first_row + r_S, mask=r_S < GROUP, other=1.0)
-    return factor_R
 
 
 @gluon.jit
@@ -171,27 +142,26 @@ def _store_result(live, results, first_row, index, head, r_O, d_O, D: gl.constex
 def _consume(
     given,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, KB: gl.constexpr,
-    SPLIT_BLOCKS: gl.constexpr, SPLITS: gl.constexpr, SLOTS: gl.constexpr, FP8: gl.constexpr,
-    HEADS: gl.constexpr, QUANTIZE: gl.constexpr,
+    SPLIT_BLOCKS: gl.constexpr, SPLITS: gl.constexpr, SLOTS: gl.constexpr, HEADS: gl.constexpr,
+    QUANTIZE: gl.constexpr,
 ):  # fmt: skip
     """Every block of this program's splits, head by head; finishes the rows if no other program has more."""
-    q_smem, data, bars = given[0]
-    q_ptr, q_scale_ptr, results, lse_ptr, part_acc_ptr, part_m_ptr, part_l_ptr = given[1]
+    q_smem, ring, bars = given[0]
+    q_ptr, results, lse_ptr, part_acc_ptr, part_m_ptr, part_l_ptr = given[1]
     index, head, end, lo, hi, num_blocks, max_splits, factor = given[2]
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KB, 32 if FP8 else 16])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KB, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     shape_S = _live(gl.zeros([ROWS, KB], gl.float32, S_LAYOUT), KB)
     L_LAYOUT: gl.constexpr = shape_S.type.layout
     shape_O = _live(gl.zeros([ROWS, D], gl.float32, O_LAYOUT), D)
     OUT: gl.constexpr = shape_O.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, L_LAYOUT)
-    DTYPE: gl.constexpr = gl.float16 if FP8 else gl.bfloat16
     first_row = index.to(gl.int64) * H + head * GROUP
-    q_smem.store(_queries(q_ptr, first_row, GROUP, D, 16 if FP8 else 8))
+    q_smem.store(_queries(q_ptr, first_row, GROUP, D))
     fence_async_shared()
     gl.thread_barrier()
     r_S = gl.arange(0, LIVE, ROW)
-    factor_R = _factor(factor, q_scale_ptr, first_row, r_S, GROUP, FP8, ROW)
+    factor_R = gl.full([LIVE], 1.0, gl.float32, ROW) * factor
     position_R = gl.full([LIVE], 0, gl.int32, ROW) + (end - 1)
     r_O = gl.arange(0, LIVE, gl.SliceLayout(1, OUT))
     d_O = gl.arange(0, D, gl.SliceLayout(0, OUT))
@@ -203,7 +173,6 @@ def _consume(
             # They travel while this head's keys are walked.
             next_row = first_row + gl.where(turn + 1 < HEADS, GROUP, 0)
             q_next = _next_queries(q_ptr, next_row, GROUP, D)
-            factor_next = _factor(factor, q_scale_ptr, next_row, r_S, GROUP, FP8, ROW)
         m_total = gl.full([LIVE], float("-inf"), gl.float32, ROW)
         l_total = gl.zeros([LIVE], gl.float32, ROW)
         for split in range(lo // SPLIT_BLOCKS, gl.cdiv(hi, SPLIT_BLOCKS)):
@@ -215,14 +184,14 @@ def _consume(
             full = gl.minimum(last, end // KB)
             for block in range(first, full):
                 acc, m, den = _block(
-                    count, block, end, acc, m, den, q_smem, data, bars, factor_R, position_R,
-                    False, D, KB, SLOTS, FP8, S_LAYOUT, O_LAYOUT, L_LAYOUT, DTYPE,
+                    count, block, end, acc, m, den, q_smem, ring, bars, factor_R, position_R,
+                    False, D, KB, SLOTS, S_LAYOUT, O_LAYOUT, L_LAYOUT,
                 )  # fmt: skip
                 count += 1
             for block in range(full, last):
                 acc, m, den = _block(
-                    count, block, end, acc, m, den, q_smem, data, bars, factor_R, position_R,
-                    True, D, KB, SLOTS, FP8, S_LAYOUT, O_LAYOUT, L_LAYOUT, DTYPE,
+                    count, block, end, acc, m, den, q_smem, ring, bars, factor_R, position_R,
+                    True, D, KB, SLOTS, S_LAYOUT, O_LAYOUT, L_LAYOUT,
                 )  # fmt: skip
                 count += 1
             live = _live(acc, D)
@@ -254,8 +223,6 @@ def _consume(
                     gl.store(total_O, live, mask=mask_O)
                 else:
                     inverse = gl.div_rn(1.0, l_total)
-                    if FP8:
-                        inverse = inverse * (1.0 / PV_LIFT)
                     live = live * gl.convert_layout(inverse, gl.SliceLayout(1, OUT))[:, None]
                     _store_result(
                         live, results, first_row, index, head + turn, r_O, d_O, D, GROUP, QUANTIZE,
@@ -270,19 +237,17 @@ def _consume(
             fence_async_shared()
             gl.thread_barrier()
             first_row = next_row
-            factor_R = factor_next
 
 
 @gluon.jit
 def attention_decode_hopper_kernel(
     k_desc, k_desc_half, k_desc_quarter, v_desc, v_desc_half, v_desc_quarter,
-    q_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, out_ptr, out_scale_ptr, lse_ptr,
+    q_ptr, out_ptr, out_scale_ptr, lse_ptr,
     part_acc_ptr, part_m_ptr, part_l_ptr, block_table, context_lens, table_width, factor, max_splits,
     scale_stride_t, scale_stride_g, k_page, k_head, k_column, v_page, v_head, v_column,
-    ks_page, ks_row, ks_head, vs_page, vs_row, vs_head,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, KB: gl.constexpr,
     SPLIT_BLOCKS: gl.constexpr, SPLITS: gl.constexpr, PAGE: gl.constexpr, SLOTS: gl.constexpr,
-    FP8: gl.constexpr, FEEDER_REGS: gl.constexpr, HEADS: gl.constexpr, QUANTIZE: gl.constexpr,
+    FEEDER_REGS: gl.constexpr, HEADS: gl.constexpr, QUANTIZE: gl.constexpr,
 ):  # fmt: skip
     """Grid (B x G / HEADS, ceil(splits / SPLITS)). Page strides count rows of the descriptors.
 
@@ -299,60 +264,28 @@ def attention_decode_hopper_kernel(
         table = block_table + index.to(gl.int64) * table_width
         DTYPE: gl.constexpr = k_desc.dtype
         BAR: gl.constexpr = mbarrier.MBarrierLayout()
-        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        SCALED: gl.constexpr = SLOTS // 2 + 2
         q_smem = gl.allocate_shared_memory(DTYPE, [ROWS, D], k_desc.layout)
         ring = gl.allocate_shared_memory(DTYPE, [SLOTS, KB, D], k_desc.layout)
-        ks_smem = gl.allocate_shared_memory(gl.float32, [SCALED, KB], FLAT)
-        vs_smem = gl.allocate_shared_memory(gl.float32, [SCALED, KB], FLAT)
         ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
         free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
-        s_ready = gl.allocate_shared_memory(gl.int64, [SCALED, 1], BAR)
-        v16_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-        v16_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
-        mbarrier.init(v16_ready, count=1)
-        mbarrier.init(v16_free, count=1)
         for slot in gl.static_range(SLOTS):
             mbarrier.init(ready.index(slot), count=1)
             mbarrier.init(free.index(slot), count=1)
-        for slot in gl.static_range(SCALED):
-            mbarrier.init(s_ready.index(slot), count=128)
         results = (out_ptr, out_scale_ptr, scale_stride_t, scale_stride_g)
-        pointers = (q_ptr, q_scale_ptr, results, lse_ptr, part_acc_ptr, part_m_ptr, part_l_ptr)
+        pointers = (q_ptr, results, lse_ptr, part_acc_ptr, part_m_ptr, part_l_ptr)
         rows = (index, head, end, lo, hi, num_blocks, max_splits, factor)
         descs = (
             (k_desc, k_desc_half, k_desc_quarter),
             (v_desc, v_desc_half, v_desc_quarter),
         )
-        sources = (descs, (k_scale_ptr, v_scale_ptr))
-        bars = (ready, free, s_ready, v16_ready, v16_free)
-        scale_strides = (ks_page, ks_row, ks_head, vs_page, vs_row, vs_head)
-        strides = ((k_page, k_head, k_column), (v_page, v_head, v_column), scale_strides)
-        walked = (table, head, end, lo, hi)
-        if FP8:
-            V16: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-            v16_smem = gl.allocate_shared_memory(gl.float16, [KB, D], V16)
-            data = (ring, v16_smem, ks_smem, vs_smem)
-            consumed = ((q_smem, data, bars), pointers, rows)
-            fed = (sources, data, bars, walked, strides)
-            gl.warp_specialize(
-                [
-                    (_consume, (consumed, H, GROUP, D, KB, SPLIT_BLOCKS, SPLITS, SLOTS, FP8, HEADS, QUANTIZE)),
-                    (feed_codes, (fed, D, KB, PAGE, SLOTS, HEADS)),
-                ],
-                [4],
-                [FEEDER_REGS],
-            )  # fmt: skip
-        else:
-            data = (ring, ring.index(0), ks_smem, vs_smem)
-            consumed = ((q_smem, data, bars), pointers, rows)
-            copied = (ring, ks_smem, vs_smem, ready, free, s_ready)
-            fed = (sources, copied, walked, strides)
-            gl.warp_specialize(
-                [
-                    (_consume, (consumed, H, GROUP, D, KB, SPLIT_BLOCKS, SPLITS, SLOTS, FP8, HEADS, QUANTIZE)),
-                    (feed, (fed, KB, PAGE, SLOTS, HEADS)),
-                ],
-                [1],
-                [FEEDER_REGS],
-            )  # fmt: skip
+        strides = ((k_page, k_head, k_column), (v_page, v_head, v_column))
+        consumed = ((q_smem, ring, (ready, free)), pointers, rows)
+        fed = (descs, (ring, ready, free), (table, head, end, lo, hi), strides)
+        gl.warp_specialize(
+            [
+                (_consume, (consumed, H, GROUP, D, KB, SPLIT_BLOCKS, SPLITS, SLOTS, HEADS, QUANTIZE)),
+                (feed, (fed, KB, PAGE, SLOTS, HEADS)),
+            ],
+            [1],
+            [FEEDER_REGS],
+        )  # fmt: skip

@@ -8,6 +8,7 @@ import torch
 import triton
 
 from samebit.kernels.attention_decode import attention_decode_kernel, attention_fold_kernel
+from samebit.kernels.attention_decode_codes import attention_decode_codes_kernel
 from samebit.kernels.attention_decode_hopper import NEXT, attention_decode_hopper_kernel
 from samebit.kernels.attention_gradient import rows_descriptor
 from samebit.kernels.attention_layout import (
@@ -18,6 +19,9 @@ from samebit.kernels.attention_layout import (
     on_card,
 )
 from samebit.kernels.attention_pages import LOG2E, or_unused, page_rows, pages_fit, strides_of
+
+CODES = {"SLOTS": 4, "FEEDER_REGS": 88, "maxnreg": 128}
+"""How the kernel of FP8 caches is launched: room for two programs on a multiprocessor."""
 
 MAX_GROUP = 32
 """Query heads of a group that the warp-specialised kernel holds; the plain kernel takes 64."""
@@ -79,7 +83,7 @@ def launch_decode(q, k, v, scales, layout: PagedLayout, scale: float, result: Re
     part_acc = torch.empty((*shape, D), dtype=torch.float32, device=q.device)
     parts = (part_acc, part_m, part_l)
     constants = {
-        "H": H, "D": D, "KB": KEY_BLOCK, "SPLIT_BLOCKS": SPLIT_KEYS // KEY_BLOCK, "FP8": fp8,
+        "H": H, "D": D, "KB": KEY_BLOCK, "SPLIT_BLOCKS": SPLIT_KEYS // KEY_BLOCK,
         "enable_fp_fusion": False,
     }  # fmt: skip
     tables = (layout.block_table, layout.context_lens, layout.block_table.stride(0), scale * LOG2E)
@@ -98,28 +102,37 @@ def launch_decode(q, k, v, scales, layout: PagedLayout, scale: float, result: Re
             for x, rows in ((k, k_rows), (v, v_rows))
             for part in range(3)
         ]
-        attention_decode_hopper_kernel[(B * G // heads, chunks)](
-            *boxes, q, *or_unused(scales, result.lse), result.out, out_scale, result.lse, *parts,
-            *tables, splits, *scale_strides, *k_rows[1], *v_rows[1], *strides[6:], G=G,
-            PAGE=k.shape[1], SPLITS=finished, SLOTS=_slots(D, fp8), FEEDER_REGS=88 if fp8 else 24,
-            HEADS=heads, QUANTIZE=quantize, maxnreg=128, num_warps=4, **constants,
-        )  # fmt: skip
+        results = (result.out, out_scale, result.lse, *parts, *tables, splits, *scale_strides)
+        rows = (*k_rows[1], *v_rows[1])
+        options = {
+            "G": G, "PAGE": k.shape[1], "SPLITS": finished, "HEADS": heads, "QUANTIZE": quantize,
+            "num_warps": 4, **constants,
+        }  # fmt: skip
+        grid = (B * G // heads, chunks)
+        if fp8:
+            attention_decode_codes_kernel[grid](
+                *boxes, q, *scales, *results, *rows, *strides[6:], N=_columns(H // G), **CODES,
+                **options,
+            )  # fmt: skip
+        else:
+            attention_decode_hopper_kernel[grid](
+                *boxes, q, *results, *rows, SLOTS=3 if D == 128 else 6, FEEDER_REGS=24, maxnreg=128,
+                **options,
+            )  # fmt: skip
     else:
         assert not quantize, "the plain kernel has no codes"
         attention_decode_kernel[(B * G, splits)](
             q, k, v, *or_unused(scales, result.lse), result.out, result.lse, *parts, *tables,
-            *strides, G=G, PAGE=k.shape[1], ROWS=64, STAGES=PLAIN_STAGES, num_warps=4, **constants,
+            *strides, G=G, PAGE=k.shape[1], ROWS=64, STAGES=PLAIN_STAGES, FP8=fp8, num_warps=4, **constants,
         )  # fmt: skip
     if splits > finished:
         out = result.out.view(torch.uint8) if quantize else result.out
         attention_fold_kernel[(B, H)](
             *parts, out, out_scale, result.lse, layout.context_lens, splits, *scale_strides,
-            FINISHED=finished, QUANTIZE=quantize, num_warps=1, **constants,
+            FP8=fp8, FINISHED=finished, QUANTIZE=quantize, num_warps=1, **constants,
         )  # fmt: skip
 
 
-def _slots(D: int, fp8: bool) -> int:
-    """Ring slots that leave room for two programs on a multiprocessor."""
-    if fp8:
-        return 4 if D == 128 else 8
-    return 3 if D == 128 else 6
+def _columns(group: int) -> int:
+    """Columns of the products of codes that hold a group's query heads."""
+    return max(8, triton.next_power_of_2(group))
