@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -9,6 +11,7 @@ from samebit.kernels import attention_layout as kernel_layout
 from samebit.kernels._ops_linear import GROUPS, quantize_activation
 from samebit.kernels.attention import attention_codes, attention_forward, decodes_to_codes
 from samebit.kernels.attention_gradient import attention_backward as backward
+from samebit.kernels.decode_step import longest_first
 from samebit.kernels.dequantize import dequantize
 from samebit.layout import Layout, PackedLayout, PagedLayout, to_device
 from samebit.operand import HeadCodes, Heads, Operand
@@ -55,6 +58,17 @@ def paged(layout: PagedLayout) -> kernel_layout.PagedLayout:
     A sequence's rows must be consecutive in the batch, in order of position and of sequence.
     """
     return layout.derived("attention", lambda: _paged(layout))
+
+
+def paged_by_context(layout: PagedLayout) -> kernel_layout.PagedLayout:
+    """The same with the order of decode's sequences by context, which the kernel of FP8 caches reads."""
+
+    def make() -> kernel_layout.PagedLayout:
+        rows = paged(layout)
+        decode = rows.query_starts is None and rows.context_lens.is_cuda
+        return replace(rows, order=longest_first(rows.context_lens)) if decode else rows
+
+    return layout.derived("attention by context", make)
 
 
 def _paged(layout: PagedLayout) -> kernel_layout.PagedLayout:
@@ -110,8 +124,8 @@ def attention(
         tensors, scales = _parts(q_THD, k_SGD, v_SGD)
         q, k, v = (x.contiguous() for x in tensors)
         return attention_forward(q, k, v, packed(layout), scale, **scales)
-    tensors, scales = _paged_parts(q_THD, k_SGD, v_SGD, layout)
-    return attention_forward(*tensors, paged(layout), scale, **scales)
+    tensors, scales, rows = _paged_parts(q_THD, k_SGD, v_SGD, layout)
+    return attention_forward(*tensors, rows, scale, **scales)
 
 
 def attention_quantize(
@@ -126,8 +140,7 @@ def attention_quantize(
     """`attention` over a cache, as the operand of the product after it; decode's kernel makes the codes."""
     if precision.block == GROUPS and precision.format == "e4m3":
         check_spec(spec)
-        tensors, scales = _paged_parts(q_THD, k_SGD, v_SGD, layout)
-        rows = paged(layout)
+        tensors, scales, rows = _paged_parts(q_THD, k_SGD, v_SGD, layout)
         if decodes_to_codes(*tensors, rows):
             codes, out_scale = attention_codes(*tensors, rows, scale, **scales)
             return Operand(codes, out_scale, precision, codes.shape[1])
@@ -148,14 +161,17 @@ def _parts(q: Heads, k: Heads, v: Heads) -> Parts:
     return (q, k, v), {}
 
 
-def _paged_parts(q: Heads, k: Heads, v: Heads, layout: PagedLayout) -> Parts:
-    """The same for a paged cache: keys and values as pages."""
+def _paged_parts(
+    q: Heads, k: Heads, v: Heads, layout: PagedLayout
+) -> tuple[*Parts, kernel_layout.PagedLayout]:
+    """The same for a paged cache, keys and values as pages; and the kernels' form of the layout."""
+    rows = paged_by_context(layout) if isinstance(q, HeadCodes) else paged(layout)
     (q, k, v), scales = _parts(q, k, v)
     k, v = (_paged_rows(x, 4, layout) for x in (k, v))
     for name in ("k_scale", "v_scale"):
         if name in scales:
             scales[name] = _paged_rows(scales[name], 3, layout)
-    return (q.contiguous(), k, v), scales
+    return (q.contiguous(), k, v), scales, rows
 
 
 def _paged_rows(x: torch.Tensor, dims: int, layout: PagedLayout) -> torch.Tensor:

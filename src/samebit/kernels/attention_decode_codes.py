@@ -6,6 +6,9 @@ as few as 8 columns. So a block's softmax is a few elements a thread and the acc
 registers. An element of a product has the same bits on either side; a row's sum is read back from
 shared memory in the layout, and so added in the order, that the other kernels have. Values become
 FP16 in the feeder (attention_decode_feed.py). Needs pages of whole key blocks.
+
+A program walks item after item (a head's splits of a sequence), so that the copies of the next are under
+way while one ends. Sequences come by falling context where their order is known.
 """
 
 from triton.experimental import gluon
@@ -19,7 +22,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from samebit.kernels._quantize_gluon import codes_of, magnitude_bits, scale_from_bits, widened
 from samebit.kernels.attention_block import LN2, PV_LIFT
-from samebit.kernels.attention_decode_feed import feed_codes
+from samebit.kernels.attention_decode_feed import (
+    blocks_of,
+    feed_codes,
+    item_of,
+    sequence_of,
+    turns_of,
+)
 
 
 @gluon.constexpr_function
@@ -126,17 +135,45 @@ def _store_result(
 
 
 @gluon.jit
+def _walk(
+    count, first, last, end, smem, bars, factor,
+    N: gl.constexpr, D: gl.constexpr, KB: gl.constexpr, SLOTS: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """(blocks counted, accumulator [D, N], maxima, sums) of one split."""
+    m = gl.full([N], float("-inf"), gl.float32, gl.SliceLayout(0, S_LAYOUT))
+    den = gl.zeros([N], gl.float32, gl.SliceLayout(0, S_LAYOUT))
+    acc = gl.zeros([D, N], gl.float32, O_LAYOUT)
+    full = gl.minimum(last, end // KB)
+    for block in range(first, full):
+        acc, m, den = _block(
+            count, block, end, acc, m, den, smem, bars, factor,
+            False, N, D, KB, SLOTS, S_LAYOUT, O_LAYOUT,
+        )  # fmt: skip
+        count += 1
+    for block in range(full, last):
+        acc, m, den = _block(
+            count, block, end, acc, m, den, smem, bars, factor,
+            True, N, D, KB, SLOTS, S_LAYOUT, O_LAYOUT,
+        )  # fmt: skip
+        count += 1
+    return count, acc, m, den
+
+
+@gluon.jit
 def _consume(
     given,
-    H: gl.constexpr, GROUP: gl.constexpr, N: gl.constexpr, D: gl.constexpr, KB: gl.constexpr,
-    SPLIT_BLOCKS: gl.constexpr, SPLITS: gl.constexpr, SLOTS: gl.constexpr, HEADS: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, N: gl.constexpr, D: gl.constexpr, KB: gl.constexpr,
+    SPLIT_BLOCKS: gl.constexpr, SPLITS: gl.constexpr, SLOTS: gl.constexpr, ORDERED: gl.constexpr,
     QUANTIZE: gl.constexpr,
 ):  # fmt: skip
-    """Every block of this program's splits, head by head; finishes the rows if no other program has more."""
+    """Every item of this program; finishes the rows of sequences whose splits are one item."""
     smem, bars = given[0]
     q_ptr, q_scale_ptr, results, lse_ptr, part_acc_ptr, part_m_ptr, part_l_ptr = given[1]
-    index, head, end, lo, hi, num_blocks, max_splits, factor = given[2]
+    context_lens, order, num_items, chunks, max_splits, factor = given[2]
     q_smem = smem[0]
+    GROUP: gl.constexpr = H // G
+    CHUNK: gl.constexpr = SPLITS * SPLIT_BLOCKS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [16, 2], [1, 4], [0, 1])
@@ -145,41 +182,36 @@ def _consume(
     r_O = gl.arange(0, N, gl.SliceLayout(0, OUT))
     d_O = gl.arange(0, D, gl.SliceLayout(1, OUT))
     inside = (r_O < GROUP)[None, :]
+    index = sequence_of(0, num_items, order, chunks, G, ORDERED)
+    index1 = sequence_of(1, num_items, order, chunks, G, ORDERED)
+    end = gl.load(context_lens + index)
+    real, _, chunk, head = item_of(0, num_items, G, chunks)
     first_row = index.to(gl.int64) * H + head * GROUP
     q = _queries(q_ptr, first_row, GROUP, N, D)
     factor_Q = _factor(factor, q_scale_ptr, first_row, r_Q, GROUP)
-    whole = num_blocks <= SPLITS * SPLIT_BLOCKS
     count = 0
-    for turn in range(0, HEADS):
+    for turn in range(0, turns_of(num_items)):
         q_smem.store(q)
         fence_async_shared()
         gl.thread_barrier()
-        # The next head's queries travel while this one's keys are walked.
-        next_row = first_row + gl.where(turn + 1 < HEADS, GROUP, 0)
-        if HEADS > 1:
-            q = _queries(q_ptr, next_row, GROUP, N, D)
-            factor_next = _factor(factor, q_scale_ptr, next_row, r_Q, GROUP)
+        lo, hi = blocks_of(real, chunk, end, CHUNK, KB)
+        num_blocks = gl.cdiv(end, KB)
+        whole = num_blocks <= CHUNK
+        # What the next item needs travels while this one's keys are walked.
+        next_real, _, next_chunk, next_head = item_of(turn + 1, num_items, G, chunks)
+        next_row = index1.to(gl.int64) * H + next_head * GROUP
+        next_end = gl.load(context_lens + index1)
+        q = _queries(q_ptr, next_row, GROUP, N, D)
+        next_factor = _factor(factor, q_scale_ptr, next_row, r_Q, GROUP)
+        index2 = sequence_of(turn + 2, num_items, order, chunks, G, ORDERED)
         m_total = gl.full([N], float("-inf"), gl.float32, QUERY)
         l_total = gl.zeros([N], gl.float32, QUERY)
         for split in range(lo // SPLIT_BLOCKS, gl.cdiv(hi, SPLIT_BLOCKS)):
-            first = split * SPLIT_BLOCKS
-            last = gl.minimum(first + SPLIT_BLOCKS, hi)
-            m = gl.full([N], float("-inf"), gl.float32, QUERY)
-            den = gl.zeros([N], gl.float32, QUERY)
-            acc = gl.zeros([D, N], gl.float32, O_LAYOUT)
-            full = gl.minimum(last, end // KB)
-            for block in range(first, full):
-                acc, m, den = _block(
-                    count, block, end, acc, m, den, smem, bars, factor_Q,
-                    False, N, D, KB, SLOTS, S_LAYOUT, O_LAYOUT,
-                )  # fmt: skip
-                count += 1
-            for block in range(full, last):
-                acc, m, den = _block(
-                    count, block, end, acc, m, den, smem, bars, factor_Q,
-                    True, N, D, KB, SLOTS, S_LAYOUT, O_LAYOUT,
-                )  # fmt: skip
-                count += 1
+            last = gl.minimum((split + 1) * SPLIT_BLOCKS, hi)
+            count, acc, m, den = _walk(
+                count, split * SPLIT_BLOCKS, last, end, smem, bars, factor_Q,
+                N, D, KB, SLOTS, S_LAYOUT, O_LAYOUT,
+            )  # fmt: skip
             part = gl.convert_layout(acc, OUT)
             if not whole:
                 part_Q = (first_row + r_Q) * max_splits + split
@@ -211,13 +243,18 @@ def _consume(
                     inverse = gl.div_rn(1.0, l_total) * (1.0 / PV_LIFT)
                     part = part * gl.convert_layout(inverse, gl.SliceLayout(0, OUT))[None, :]
                     _store_result(
-                        part, results, first_row, index, head + turn, r_O, d_O, GROUP, D, QUANTIZE
+                        part, results, first_row, index, head, r_O, d_O, GROUP, D, QUANTIZE
                     )
                     lse = (m_total + gl.log2(l_total)) * LN2
                     gl.store(lse_ptr + first_row + r_Q, lse, mask=r_Q < GROUP)
-        if HEADS > 1:
-            first_row = next_row
-            factor_Q = factor_next
+        index = index1
+        index1 = index2
+        end = next_end
+        real = next_real
+        chunk = next_chunk
+        head = next_head
+        first_row = next_row
+        factor_Q = next_factor
 
 
 @gluon.jit
@@ -225,70 +262,60 @@ def attention_decode_codes_kernel(
     k_desc, k_desc_half, k_desc_quarter, v_desc, v_desc_half, v_desc_quarter,
     q_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, out_ptr, out_scale_ptr, lse_ptr,
     part_acc_ptr, part_m_ptr, part_l_ptr, block_table, context_lens, table_width, factor, max_splits,
-    scale_stride_t, scale_stride_g, k_page, k_head, k_column, v_page, v_head, v_column,
+    scale_stride_t, scale_stride_g, order, num_items, chunks,
+    k_page, k_head, k_column, v_page, v_head, v_column,
     ks_page, ks_row, ks_head, vs_page, vs_row, vs_head,
     H: gl.constexpr, G: gl.constexpr, N: gl.constexpr, D: gl.constexpr, KB: gl.constexpr,
     SPLIT_BLOCKS: gl.constexpr, SPLITS: gl.constexpr, PAGE: gl.constexpr, SLOTS: gl.constexpr,
-    FEEDER_REGS: gl.constexpr, HEADS: gl.constexpr, QUANTIZE: gl.constexpr,
+    FEEDER_REGS: gl.constexpr, ORDERED: gl.constexpr, QUANTIZE: gl.constexpr,
 ):  # fmt: skip
-    """Grid (B x G / HEADS, ceil(splits / SPLITS)). Page strides count rows of the descriptors.
+    """Grid: at most as many programs as run at once. Page strides count rows of the descriptors.
 
-    N: columns of the products, 8, 16 or 32 >= H / G. QUANTIZE: `out` holds e4m3 codes, with one scale
-    per token and head (D = 128).
+    num_items: sequences x chunks x G; chunks: ceil(splits / SPLITS). N: columns of the products, 8, 16 or
+    32 >= H / G. QUANTIZE: `out` holds e4m3 codes, with one scale per token and head (D = 128).
     """
-    GROUP: gl.constexpr = H // G
-    index = gl.program_id(0) // (G // HEADS)
-    head = gl.program_id(0) % (G // HEADS) * HEADS
-    end = gl.load(context_lens + index)
-    lo = gl.program_id(1) * (SPLITS * SPLIT_BLOCKS)
-    num_blocks = gl.cdiv(end, KB)
-    if lo < num_blocks:
-        hi = gl.minimum(lo + SPLITS * SPLIT_BLOCKS, num_blocks)
-        table = block_table + index.to(gl.int64) * table_width
-        BAR: gl.constexpr = mbarrier.MBarrierLayout()
-        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        SCALED: gl.constexpr = SLOTS // 2 + 2
-        HALF: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-        # The pieces of eight probabilities are exchanged by row: no two rows meet in a bank.
-        SUMS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-        q_smem = gl.allocate_shared_memory(k_desc.dtype, [N, D], k_desc.layout)
-        ring = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, KB, D], k_desc.layout)
-        v16_smem = gl.allocate_shared_memory(gl.float16, [KB, D], HALF)
-        p16_smem = gl.allocate_shared_memory(gl.float16, [N, KB], HALF)
-        p_smem = gl.allocate_shared_memory(gl.float32, [N, KB], SUMS)
-        ks_smem = gl.allocate_shared_memory(gl.float32, [SCALED, KB], FLAT)
-        vs_smem = gl.allocate_shared_memory(gl.float32, [SCALED, KB], FLAT)
-        ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
-        free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
-        s_ready = gl.allocate_shared_memory(gl.int64, [SCALED, 1], BAR)
-        v16_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-        v16_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
-        mbarrier.init(v16_ready, count=1)
-        mbarrier.init(v16_free, count=1)
-        for slot in gl.static_range(SLOTS):
-            mbarrier.init(ready.index(slot), count=1)
-            mbarrier.init(free.index(slot), count=1)
-        for slot in gl.static_range(SCALED):
-            mbarrier.init(s_ready.index(slot), count=128)
-        results = (out_ptr, out_scale_ptr, scale_stride_t, scale_stride_g)
-        pointers = (q_ptr, q_scale_ptr, results, lse_ptr, part_acc_ptr, part_m_ptr, part_l_ptr)
-        rows = (index, head, end, lo, hi, num_blocks, max_splits, factor)
-        smem = (q_smem, ring, v16_smem, ks_smem, vs_smem, p_smem, p16_smem)
-        bars = (ready, free, s_ready, v16_ready, v16_free)
-        descs = (
-            (k_desc, k_desc_half, k_desc_quarter),
-            (v_desc, v_desc_half, v_desc_quarter),
-        )
-        scale_strides = (ks_page, ks_row, ks_head, vs_page, vs_row, vs_head)
-        strides = ((k_page, k_head, k_column), (v_page, v_head, v_column), scale_strides)
-        data = (ring, v16_smem, ks_smem, vs_smem)
-        consumed = ((smem, bars), pointers, rows)
-        fed = ((descs, (k_scale_ptr, v_scale_ptr)), data, bars, (table, head, end, lo, hi), strides)
-        gl.warp_specialize(
-            [
-                (_consume, (consumed, H, GROUP, N, D, KB, SPLIT_BLOCKS, SPLITS, SLOTS, HEADS, QUANTIZE)),
-                (feed_codes, (fed, D, KB, PAGE, SLOTS, HEADS)),
-            ],
-            [4],
-            [FEEDER_REGS],
-        )  # fmt: skip
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    SCALED: gl.constexpr = SLOTS // 2 + 2
+    HALF: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    # The pieces of eight probabilities are exchanged by row: no two rows meet in a bank.
+    SUMS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    q_smem = gl.allocate_shared_memory(k_desc.dtype, [N, D], k_desc.layout)
+    ring = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, KB, D], k_desc.layout)
+    v16_smem = gl.allocate_shared_memory(gl.float16, [KB, D], HALF)
+    p16_smem = gl.allocate_shared_memory(gl.float16, [N, KB], HALF)
+    p_smem = gl.allocate_shared_memory(gl.float32, [N, KB], SUMS)
+    ks_smem = gl.allocate_shared_memory(gl.float32, [SCALED, KB], FLAT)
+    vs_smem = gl.allocate_shared_memory(gl.float32, [SCALED, KB], FLAT)
+    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
+    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
+    s_ready = gl.allocate_shared_memory(gl.int64, [SCALED, 1], BAR)
+    v16_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    v16_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    mbarrier.init(v16_ready, count=1)
+    mbarrier.init(v16_free, count=1)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(ready.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=1)
+    for slot in gl.static_range(SCALED):
+        mbarrier.init(s_ready.index(slot), count=128)
+    results = (out_ptr, out_scale_ptr, scale_stride_t, scale_stride_g)
+    pointers = (q_ptr, q_scale_ptr, results, lse_ptr, part_acc_ptr, part_m_ptr, part_l_ptr)
+    items = (context_lens, order, num_items, chunks, max_splits, factor)
+    smem = (q_smem, ring, v16_smem, ks_smem, vs_smem, p_smem, p16_smem)
+    bars = (ready, free, s_ready, v16_ready, v16_free)
+    descs = ((k_desc, k_desc_half, k_desc_quarter), (v_desc, v_desc_half, v_desc_quarter))
+    scale_strides = (ks_page, ks_row, ks_head, vs_page, vs_row, vs_head)
+    strides = ((k_page, k_head, k_column), (v_page, v_head, v_column), scale_strides)
+    walked = (block_table, table_width, context_lens, order, num_items, chunks)
+    consumed = ((smem, bars), pointers, items)
+    data = (ring, v16_smem, ks_smem, vs_smem)
+    fed = ((descs, (k_scale_ptr, v_scale_ptr)), data, bars, walked, strides)
+    gl.warp_specialize(
+        [
+            (_consume, (consumed, H, G, N, D, KB, SPLIT_BLOCKS, SPLITS, SLOTS, ORDERED, QUANTIZE)),
+            (feed_codes, (fed, G, D, KB, PAGE, SPLITS * SPLIT_BLOCKS, SLOTS, ORDERED)),
+        ],
+        [4],
+        [FEEDER_REGS],
+    )

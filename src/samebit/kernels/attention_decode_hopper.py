@@ -3,8 +3,7 @@ multiprocessor.
 
 The same steps and partial results as attention_decode.py. Keys and values of one key block arrive
 by bulk tensor copies in a ring of slots (K0, V0, K1, ...; attention_decode_feed.py). Needs pages of whole
-key blocks. A program walks HEADS key/value heads of a sequence, one after another, so that short
-contexts do not end before their copies flow.
+key blocks.
 
 Of the 64 rows that wgmma wants, a group of query heads fills few. They are laid on rows 0-7 of each
 warp's 16, whose registers are then the only ones that the softmax touches.
@@ -27,9 +26,6 @@ from samebit.kernels.attention_walk import block_softmax
 
 LIVE = gl.constexpr(32)
 """Rows of the tile that carry query heads."""
-
-NEXT = gl.constexpr(8)
-"""Query heads a group may have where a program walks several: those of the first warp's rows."""
 
 
 @gluon.jit
@@ -112,16 +108,6 @@ def _queries(q_ptr, first_row, GROUP: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def _next_queries(q_ptr, first_row, GROUP: gl.constexpr, D: gl.constexpr):
-    """Query heads of a group of at most NEXT, [NEXT, D]."""
-    LOAD: gl.constexpr = gl.BlockedLayout([1, D // 16], [2, 16], [4, 1], [1, 0])
-    r_Q = gl.arange(0, NEXT, gl.SliceLayout(1, LOAD))
-    d_Q = gl.arange(0, D, gl.SliceLayout(0, LOAD))
-    pointers = q_ptr + (first_row + r_Q)[:, None] * D + d_Q[None, :]
-    return gl.load(pointers, mask=(r_Q < GROUP)[:, None], other=0.0)
-
-
-@gluon.jit
 def _store_result(live, results, first_row, index, head, r_O, d_O, D: gl.constexpr,
                   GROUP: gl.constexpr, QUANTIZE: gl.constexpr, OUT: gl.constexpr):  # fmt: skip
     """Finished rows [32, D], rounded to BF16: as they are, or as codes with a scale per head."""
@@ -142,10 +128,10 @@ def _store_result(live, results, first_row, index, head, r_O, d_O, D: gl.constex
 def _consume(
     given,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, KB: gl.constexpr,
-    SPLIT_BLOCKS: gl.constexpr, SPLITS: gl.constexpr, SLOTS: gl.constexpr, HEADS: gl.constexpr,
+    SPLIT_BLOCKS: gl.constexpr, SPLITS: gl.constexpr, SLOTS: gl.constexpr,
     QUANTIZE: gl.constexpr,
 ):  # fmt: skip
-    """Every block of this program's splits, head by head; finishes the rows if no other program has more."""
+    """Every block of this program's splits; finishes the rows if no other program has more."""
     q_smem, ring, bars = given[0]
     q_ptr, results, lse_ptr, part_acc_ptr, part_m_ptr, part_l_ptr = given[1]
     index, head, end, lo, hi, num_blocks, max_splits, factor = given[2]
@@ -168,75 +154,61 @@ def _consume(
     mask_O = (r_O < GROUP)[:, None]
     whole = num_blocks <= SPLITS * SPLIT_BLOCKS
     count = 0
-    for turn in range(0, HEADS):
-        if HEADS > 1:
-            # They travel while this head's keys are walked.
-            next_row = first_row + gl.where(turn + 1 < HEADS, GROUP, 0)
-            q_next = _next_queries(q_ptr, next_row, GROUP, D)
-        m_total = gl.full([LIVE], float("-inf"), gl.float32, ROW)
-        l_total = gl.zeros([LIVE], gl.float32, ROW)
-        for split in range(lo // SPLIT_BLOCKS, gl.cdiv(hi, SPLIT_BLOCKS)):
-            first = split * SPLIT_BLOCKS
-            last = gl.minimum(first + SPLIT_BLOCKS, hi)
-            m = gl.full([LIVE], float("-inf"), gl.float32, ROW)
-            den = gl.zeros([LIVE], gl.float32, ROW)
-            acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
-            full = gl.minimum(last, end // KB)
-            for block in range(first, full):
-                acc, m, den = _block(
-                    count, block, end, acc, m, den, q_smem, ring, bars, factor_R, position_R,
-                    False, D, KB, SLOTS, S_LAYOUT, O_LAYOUT, L_LAYOUT,
-                )  # fmt: skip
-                count += 1
-            for block in range(full, last):
-                acc, m, den = _block(
-                    count, block, end, acc, m, den, q_smem, ring, bars, factor_R, position_R,
-                    True, D, KB, SLOTS, S_LAYOUT, O_LAYOUT, L_LAYOUT,
-                )  # fmt: skip
-                count += 1
-            live = _live(acc, D)
-            if not whole:
-                part_S = (first_row + r_S) * max_splits + split
-                part_O = (first_row + r_O) * max_splits + split
-                gl.store(part_acc_ptr + part_O[:, None] * D + d_O[None, :], live, mask=mask_O)
-                gl.store(part_m_ptr + part_S, m, mask=r_S < GROUP)
-                gl.store(part_l_ptr + part_S, den, mask=r_S < GROUP)
+    m_total = gl.full([LIVE], float("-inf"), gl.float32, ROW)
+    l_total = gl.zeros([LIVE], gl.float32, ROW)
+    for split in range(lo // SPLIT_BLOCKS, gl.cdiv(hi, SPLIT_BLOCKS)):
+        first = split * SPLIT_BLOCKS
+        last = gl.minimum(first + SPLIT_BLOCKS, hi)
+        m = gl.full([LIVE], float("-inf"), gl.float32, ROW)
+        den = gl.zeros([LIVE], gl.float32, ROW)
+        acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
+        full = gl.minimum(last, end // KB)
+        for block in range(first, full):
+            acc, m, den = _block(
+                count, block, end, acc, m, den, q_smem, ring, bars, factor_R, position_R,
+                False, D, KB, SLOTS, S_LAYOUT, O_LAYOUT, L_LAYOUT,
+            )  # fmt: skip
+            count += 1
+        for block in range(full, last):
+            acc, m, den = _block(
+                count, block, end, acc, m, den, q_smem, ring, bars, factor_R, position_R,
+                True, D, KB, SLOTS, S_LAYOUT, O_LAYOUT, L_LAYOUT,
+            )  # fmt: skip
+            count += 1
+        live = _live(acc, D)
+        if not whole:
+            part_S = (first_row + r_S) * max_splits + split
+            part_O = (first_row + r_O) * max_splits + split
+            gl.store(part_acc_ptr + part_O[:, None] * D + d_O[None, :], live, mask=mask_O)
+            gl.store(part_m_ptr + part_S, m, mask=r_S < GROUP)
+            gl.store(part_l_ptr + part_S, den, mask=r_S < GROUP)
+        else:
+            total_O = part_acc_ptr + ((first_row + r_O) * max_splits)[:, None] * D + d_O[None, :]
+            if split > 0:
+                m_new = gl.maximum(m_total, m)
+                old = gl.exp2(m_total - m_new)
+                new = gl.exp2(m - m_new)
+                l_total = gl.fma(l_total, old, den * new)
+                m_total = m_new
+                # Each thread reads back what it wrote itself.
+                total = gl.load(total_O, mask=mask_O, other=0.0)
+                old_O = gl.convert_layout(old, gl.SliceLayout(1, OUT))
+                new_O = gl.convert_layout(new, gl.SliceLayout(1, OUT))
+                live = gl.fma(total, old_O[:, None], live * new_O[:, None])
             else:
-                total_O = (
-                    part_acc_ptr + ((first_row + r_O) * max_splits)[:, None] * D + d_O[None, :]
-                )
-                if split > 0:
-                    m_new = gl.maximum(m_total, m)
-                    old = gl.exp2(m_total - m_new)
-                    new = gl.exp2(m - m_new)
-                    l_total = gl.fma(l_total, old, den * new)
-                    m_total = m_new
-                    # Each thread reads back what it wrote itself.
-                    total = gl.load(total_O, mask=mask_O, other=0.0)
-                    old_O = gl.convert_layout(old, gl.SliceLayout(1, OUT))
-                    new_O = gl.convert_layout(new, gl.SliceLayout(1, OUT))
-                    live = gl.fma(total, old_O[:, None], live * new_O[:, None])
-                else:
-                    m_total = m
-                    l_total = den
-                if last < num_blocks:
-                    gl.store(total_O, live, mask=mask_O)
-                else:
-                    inverse = gl.div_rn(1.0, l_total)
-                    live = live * gl.convert_layout(inverse, gl.SliceLayout(1, OUT))[:, None]
-                    _store_result(
-                        live, results, first_row, index, head + turn, r_O, d_O, D, GROUP, QUANTIZE,
-                        OUT,
-                    )  # fmt: skip
-                    lse = (m_total + gl.log2(l_total)) * LN2
-                    gl.store(lse_ptr + first_row + r_S, lse, mask=r_S < GROUP)
-        if HEADS > 1:
-            # Every warp's products have ended before the first rows change.
-            gl.thread_barrier()
-            q_smem.slice(0, NEXT, dim=0).store(q_next)
-            fence_async_shared()
-            gl.thread_barrier()
-            first_row = next_row
+                m_total = m
+                l_total = den
+            if last < num_blocks:
+                gl.store(total_O, live, mask=mask_O)
+            else:
+                inverse = gl.div_rn(1.0, l_total)
+                live = live * gl.convert_layout(inverse, gl.SliceLayout(1, OUT))[:, None]
+                _store_result(
+                    live, results, first_row, index, head, r_O, d_O, D, GROUP, QUANTIZE,
+                    OUT,
+                )  # fmt: skip
+                lse = (m_total + gl.log2(l_total)) * LN2
+                gl.store(lse_ptr + first_row + r_S, lse, mask=r_S < GROUP)
 
 
 @gluon.jit
@@ -247,15 +219,15 @@ def attention_decode_hopper_kernel(
     scale_stride_t, scale_stride_g, k_page, k_head, k_column, v_page, v_head, v_column,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, KB: gl.constexpr,
     SPLIT_BLOCKS: gl.constexpr, SPLITS: gl.constexpr, PAGE: gl.constexpr, SLOTS: gl.constexpr,
-    FEEDER_REGS: gl.constexpr, HEADS: gl.constexpr, QUANTIZE: gl.constexpr,
+    FEEDER_REGS: gl.constexpr, QUANTIZE: gl.constexpr,
 ):  # fmt: skip
-    """Grid (B x G / HEADS, ceil(splits / SPLITS)). Page strides count rows of the descriptors.
+    """Grid (B x G, ceil(splits / SPLITS)). Page strides count rows of the descriptors.
 
     QUANTIZE: `out` holds e4m3 codes, with one scale per token and head (D = 128).
     """
     GROUP: gl.constexpr = H // G
-    index = gl.program_id(0) // (G // HEADS)
-    head = gl.program_id(0) % (G // HEADS) * HEADS
+    index = gl.program_id(0) // G
+    head = gl.program_id(0) % G
     end = gl.load(context_lens + index)
     lo = gl.program_id(1) * (SPLITS * SPLIT_BLOCKS)
     num_blocks = gl.cdiv(end, KB)
@@ -283,8 +255,8 @@ def attention_decode_hopper_kernel(
         fed = (descs, (ring, ready, free), (table, head, end, lo, hi), strides)
         gl.warp_specialize(
             [
-                (_consume, (consumed, H, GROUP, D, KB, SPLIT_BLOCKS, SPLITS, SLOTS, HEADS, QUANTIZE)),
-                (feed, (fed, KB, PAGE, SLOTS, HEADS)),
+                (_consume, (consumed, H, GROUP, D, KB, SPLIT_BLOCKS, SPLITS, SLOTS, QUANTIZE)),
+                (feed, (fed, KB, PAGE, SLOTS)),
             ],
             [1],
             [FEEDER_REGS],

@@ -9,7 +9,7 @@ import triton
 
 from samebit.kernels.attention_decode import attention_decode_kernel, attention_fold_kernel
 from samebit.kernels.attention_decode_codes import attention_decode_codes_kernel
-from samebit.kernels.attention_decode_hopper import NEXT, attention_decode_hopper_kernel
+from samebit.kernels.attention_decode_hopper import attention_decode_hopper_kernel
 from samebit.kernels.attention_gradient import rows_descriptor
 from samebit.kernels.attention_layout import (
     KEY_BLOCK,
@@ -19,9 +19,6 @@ from samebit.kernels.attention_layout import (
     on_card,
 )
 from samebit.kernels.attention_pages import LOG2E, or_unused, page_rows, pages_fit, strides_of
-
-CODES = {"SLOTS": 4, "FEEDER_REGS": 88, "maxnreg": 128}
-"""How the kernel of FP8 caches is launched: room for two programs on a multiprocessor."""
 
 MAX_GROUP = 32
 """Query heads of a group that the warp-specialised kernel holds; the plain kernel takes 64."""
@@ -51,17 +48,9 @@ def splits_per_program(programs: int, splits: int) -> int:
     return 1
 
 
-def heads_per_program(programs: int, G: int, group: int) -> int:
-    """Key/value heads that one decode program walks: the next one's copies run while one ends.
-
-    A scheduling choice only. 256 programs fill the card once.
-    """
-    heads = 1
-    while group <= NEXT.value and heads < 4 and G % (2 * heads) == 0:
-        if programs // (2 * heads) < 256:
-            break
-        heads *= 2
-    return heads
+def programs_at_once(x: torch.Tensor) -> int:
+    """Programs of the kernel of codes that its card holds: two a multiprocessor."""
+    return 2 * torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
 def fast_decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -96,7 +85,6 @@ def launch_decode(q, k, v, scales, layout: PagedLayout, scale: float, result: Re
         assert k_rows is not None and v_rows is not None
         finished = splits_per_program(B * G, splits)
         chunks = triton.cdiv(splits, finished)
-        heads = heads_per_program(B * G * chunks, G, H // G)
         boxes = [
             rows_descriptor(x, KEY_BLOCK >> part, rows[0])
             for x, rows in ((k, k_rows), (v, v_rows))
@@ -105,17 +93,18 @@ def launch_decode(q, k, v, scales, layout: PagedLayout, scale: float, result: Re
         results = (result.out, out_scale, result.lse, *parts, *tables, splits, *scale_strides)
         rows = (*k_rows[1], *v_rows[1])
         options = {
-            "G": G, "PAGE": k.shape[1], "SPLITS": finished, "HEADS": heads, "QUANTIZE": quantize,
-            "num_warps": 4, **constants,
+            "G": G, "PAGE": k.shape[1], "SPLITS": finished, "QUANTIZE": quantize, "num_warps": 4, **constants,
         }  # fmt: skip
-        grid = (B * G // heads, chunks)
         if fp8:
-            attention_decode_codes_kernel[grid](
-                *boxes, q, *scales, *results, *rows, *strides[6:], N=_columns(H // G), **CODES,
-                **options,
+            items = B * G * chunks
+            order = layout.context_lens if layout.order is None else layout.order
+            attention_decode_codes_kernel[(min(items, programs_at_once(q)),)](
+                *boxes, q, *scales, *results, order, items, chunks, *rows, *strides[6:],
+                N=_columns(H // G), ORDERED=layout.order is not None, SLOTS=4, FEEDER_REGS=88,
+                maxnreg=128, **options,
             )  # fmt: skip
         else:
-            attention_decode_hopper_kernel[grid](
+            attention_decode_hopper_kernel[(B * G, chunks)](
                 *boxes, q, *results, *rows, SLOTS=3 if D == 128 else 6, FEEDER_REGS=24, maxnreg=128,
                 **options,
             )  # fmt: skip
