@@ -100,8 +100,8 @@ def launch_decode(q, k, v, scales, layout: PagedLayout, scale: float, result: Re
             order = layout.context_lens if layout.order is None else layout.order
             attention_decode_codes_kernel[(min(items, programs_at_once(q)),)](
                 *boxes, q, *scales, *results, order, items, chunks, *rows, *strides[6:],
-                N=_columns(H // G), ORDERED=layout.order is not None, SLOTS=4, FEEDER_REGS=88,
-                maxnreg=128, **options,
+                N=_columns(H // G), ORDERED=layout.order is not None, SLOTS=4, CONVERTER_REGS=88,
+                LOADER_REGS=40, maxnreg=80, **options,
             )  # fmt: skip
         else:
             attention_decode_hopper_kernel[(B * G, chunks)](
