@@ -327,7 +327,7 @@ def small_jobs(every: bool) -> Iterator[Job]:
     """Kernels of a few lines, and those of a decode step."""
     from samebit.kernels import embed, rotate
     from samebit.kernels.adamw_8bit import update_8bit
-    from samebit.kernels.decode_step import advance, prepare
+    from samebit.kernels.decode_step import advance, longest_first, prepare
     from samebit.kernels.head import known_normaliser
 
     x, ids = torch.zeros(256, 1024, dtype=BF16), torch.zeros(256, dtype=torch.int64)
@@ -338,6 +338,7 @@ def small_jobs(every: bool) -> Iterator[Job]:
     yield "normaliser", lambda: known_normaliser(x, x, ids, numbers, numbers)
     two = words[:, :2].contiguous()
     yield "prepare", lambda: prepare(words, ids, ids, words[:, 0].contiguous(), two, 128)
+    yield "longest first", lambda: longest_first(words[:, 0].contiguous())
     yield "advance", lambda: advance(ids, numbers, words, ids, two, 1000)
     n = 1024
     state = {f"exp_avg{kind}": torch.zeros(n, dtype=torch.uint8) for kind in ("", "_sq")}
