@@ -1,13 +1,23 @@
 """Attention on the card: the same bits in three layouts, near the FP64 oracle, deterministic."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 from samebit.kernels import attention as module
-from samebit.kernels.attention import attention_backward, attention_forward
+from samebit.kernels import attention_decode_launch as launch
+from samebit.kernels.attention import (
+    attention_backward,
+    attention_codes,
+    attention_forward,
+    decodes_to_codes,
+)
 from samebit.kernels.attention_layout import PagedLayout
+from samebit.kernels.decode_step import longest_first
+from samebit.kernels.quantize_activation import quantize_activation
 from tests.kernels.attention_oracle import chunk, decode_step, dense, packed, quantise, to_pages
 
 pytestmark = pytest.mark.gpu
@@ -81,9 +91,9 @@ def test_the_plain_kernel_gives_the_same_bits_as_the_specialised_ones(fp8):
         scales = tuple(named.get(name) for name in ("q_scale_TH", "k_scale", "v_scale"))
         layout = packed(LONG, "cuda")
         out, lse = attention_forward(q, k, v, layout, D**-0.5, **named)
-        for launch in (module._prefill, module._stream):
+        for run in (module._prefill, module._stream):
             other, other_lse = torch.empty_like(out), torch.empty_like(lse)
-            launch(q, k, v, scales, layout, D**-0.5, other, other_lse)
+            run(q, k, v, scales, layout, D**-0.5, other, other_lse)
             assert different(other, out) == 0
             assert torch.equal(other_lse, lse)
 
@@ -113,17 +123,83 @@ def test_every_position_of_one_sequence(fp8):
     assert torch.equal(got_lse, lse)
 
 
+def cached(q, k, v, scales, segments, step):
+    """(Q of `step`, K pages, V pages, layout, scales by keyword) of a decode batch."""
+    k_pages, table = to_pages(k, segments, 128, torch.Generator().manual_seed(1), head_major=True)
+    v_pages, _ = to_pages(v, segments, 128, torch.Generator().manual_seed(1), head_major=True)
+    layout, rows = decode_step(segments, table, step, "cuda")
+    named = {
+        name: to_pages(x, segments, 128, torch.Generator().manual_seed(1), head_major=True)[0]
+        for name, x in scales.items()
+        if name != "q_scale_TH"
+    }
+    if scales:
+        named["q_scale_TH"] = scales["q_scale_TH"][rows]
+    return q[rows].contiguous(), k_pages, v_pages, layout, named
+
+
 def test_splits_per_program_do_not_change_bits(monkeypatch):
-    q, k, v, _, _ = problem(8, 2, 128, False, LONG)
-    k_pages, table = to_pages(k, LONG, 128, torch.Generator().manual_seed(1))
-    v_pages, _ = to_pages(v, LONG, 128, torch.Generator().manual_seed(1))
-    layout, rows = decode_step(LONG, table, 2400, "cuda")
+    *batch, named = cached(*problem(8, 2, 128, False, LONG)[:4], LONG, 2400)
     outcomes = []
     for count in (1, 2, 4):
-        monkeypatch.setattr(module, "splits_per_program", lambda *_, count=count: count)
-        outcomes.append(attention_forward(q[rows], k_pages, v_pages, layout, 0.09)[0][4])
+        monkeypatch.setattr(launch, "splits_per_program", lambda *_, count=count: count)
+        outcomes.append(attention_forward(*batch, 0.09, **named)[0][4])
     assert different(outcomes[0], outcomes[1]) == 0
     assert different(outcomes[0], outcomes[2]) == 0
+
+
+@pytest.mark.parametrize(("H", "G", "D"), [(32, 8, 128), (32, 4, 64), (24, 4, 128), (48, 4, 128)])
+def test_programs_and_order_do_not_change_bits(monkeypatch, H, G, D):
+    """Of an FP8 cache: any number of programs, sequences in any order, splits together or apart."""
+    tensors = problem(H, G, D, True, LONG)[:4]
+    for step in (0, 31, 32, 63, 64, 65, 127, 128, 523, 2400):
+        *batch, named = cached(*tensors, LONG, step)
+        layout = batch[3]
+        live, outcomes = layout.context_lens > 0, []
+        for programs, count in ((1, 4), (7, 1), (23, 2), (64, 4), (264, 1), (264, 4)):
+            order = torch.randperm(len(live), device="cuda").int()
+            order = longest_first(layout.context_lens) if programs == 64 else order
+            batch[3] = replace(layout, order=None if programs == 7 else order)
+            monkeypatch.setattr(launch, "programs_at_once", lambda _, n=programs: n)
+            monkeypatch.setattr(launch, "splits_per_program", lambda *_, n=count: n)
+            outcomes.append(attention_forward(*batch, 0.09, **named))
+        for out, lse in outcomes[1:]:
+            assert different(out[live], outcomes[0][0][live]) == 0
+            assert torch.equal(lse[live], outcomes[0][1][live])
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("H", "G"), [(32, 8), (8, 8), (8, 1), (14, 2), (48, 4)])
+def test_decode_writes_the_codes_that_its_output_has(H, G, fp8):
+    tensors = problem(H, G, 128, fp8, LONG)[:4]
+    for step in (0, 62, 127, 128, 699, 1023, 1024, 2499):
+        *batch, named = cached(*tensors, LONG, step)
+        live = batch[3].context_lens > 0
+        assert decodes_to_codes(*batch)
+        codes, scale = attention_codes(*batch, 0.09, **named)
+        out, _ = attention_forward(*batch, 0.09, **named)
+        want, want_scale = quantize_activation(out.flatten(1))
+        assert torch.equal(codes.view(torch.uint8)[live], want.view(torch.uint8)[live])
+        assert torch.equal(scale[live], want_scale[live])
+
+
+def test_rows_past_the_end_of_a_page_are_never_used():
+    """NaN where no key is: stale shared memory, or what lies behind the last key of a page."""
+    for fp8 in (False, True):
+        for step in (0, 30, 31, 32, 63, 64, 100, 127, 200):
+            *batch, named = cached(*problem(32, 8, 128, fp8, LONG)[:4], LONG, step)
+            q, k, v, layout = batch
+            want = attention_forward(*batch, 0.09, **named)[0][layout.context_lens > 0]
+            assert bool(want.isfinite().all())
+            rows = torch.arange(128, device="cuda")
+            for index, end in enumerate(layout.context_lens.tolist()):
+                if end:
+                    page = int(layout.block_table[index, (end - 1) // 128])
+                    for x in (k, v):
+                        bits = x[page].view(torch.uint8 if fp8 else torch.int16)
+                        bits[rows > (end - 1) % 128] = 0x7F if fp8 else 0x7FC0
+            got = attention_forward(q, k, v, layout, 0.09, **named)[0][layout.context_lens > 0]
+            assert different(got, want) == 0
 
 
 @pytest.mark.parametrize(("H", "G", "D"), HEADS)

@@ -84,9 +84,9 @@ def gemm(launch, plain, operator: str, mode: int, tile) -> None:
     launch(x, w, out, mode, tile, promote=512 if mode == plain.ROW else 128, **options)
 
 
-FORMS = ("packed", "prefill", "decode", "plain")
+FORMS = ("packed", "prefill", "decode", "codes", "plain")
 FEW = {
-    (32, 8, 128): ("packed bf16", "decode fp8"),
+    (32, 8, 128): ("packed bf16", "decode fp8", "codes fp8"),
     (9, 3, 64): ("prefill fp8", "decode bf16", "plain bf16"),
 }
 """What stands for all of them: every kernel once, both head sizes, both kinds of keys."""
@@ -97,6 +97,8 @@ def attention_jobs(every: bool) -> Iterator[Job]:
     for H, G, D in HEADS if every else FEW:
         for form in FORMS:
             for kind in ("bf16", "fp8"):
+                if form == "codes" and D != 128:
+                    continue
                 if every or f"{form} {kind}" in FEW[H, G, D]:
                     yield (
                         f"attention {form} {H}/{G}x{D} {kind}",
@@ -112,13 +114,13 @@ def attention(form: str, H: int, G: int, D: int, fp8: bool) -> None:
 
     dtype, T = (E4M3 if fp8 else BF16), 256
     q = torch.zeros(T, H, D, dtype=dtype)
-    cache_form = form in ("prefill", "decode")
-    if cache_form:
+    decode = form in ("decode", "codes")
+    if decode or form == "prefill":
         k = torch.zeros(64, G, 128, D, dtype=dtype).transpose(1, 2)
-        starts = None if form == "decode" else torch.arange(5, dtype=torch.int32) * 64
-        table = torch.zeros(T if form == "decode" else 4, 32, dtype=torch.int32)
+        starts = None if decode else torch.arange(5, dtype=torch.int32) * 64
+        table = torch.zeros(T if decode else 4, 32, dtype=torch.int32)
         context = torch.zeros(len(table), dtype=torch.int32)
-        layout = PagedLayout(table, context, starts, 1 if form == "decode" else 64, 4096)
+        layout = PagedLayout(table, context, starts, 1 if decode else 64, 4096)
         scales = (torch.zeros(T, H), *(torch.zeros(64, G, 128).transpose(1, 2) for _ in "kv"))
     else:
         k = torch.zeros(T, G, D, dtype=dtype)
@@ -129,6 +131,9 @@ def attention(form: str, H: int, G: int, D: int, fp8: bool) -> None:
         module._prefill(q, k, k, scales if fp8 else (None,) * 3, layout, 0.1, out, lse)
         return
     named = dict(zip(("q_scale_TH", "k_scale", "v_scale"), scales, strict=True)) if fp8 else {}
+    if form == "codes":
+        module.attention_codes(q, k, k, layout, 0.1, **named)
+        return
     module.attention_forward(q, k, k, layout, 0.1, out=out, lse=lse, **named)
 
 
@@ -329,7 +334,7 @@ def small_jobs(every: bool) -> Iterator[Job]:
     """Kernels of a few lines, and those of a decode step."""
     from samebit.kernels import embed, rotate
     from samebit.kernels.adamw_8bit import update_8bit
-    from samebit.kernels.decode_step import advance, prepare
+    from samebit.kernels.decode_step import advance, longest_first, prepare
     from samebit.kernels.head import known_normaliser
 
     x, ids = torch.zeros(256, 1024, dtype=BF16), torch.zeros(256, dtype=torch.int64)
@@ -340,6 +345,7 @@ def small_jobs(every: bool) -> Iterator[Job]:
     yield "normaliser", lambda: known_normaliser(x, x, ids, numbers, numbers)
     two = words[:, :2].contiguous()
     yield "prepare", lambda: prepare(words, ids, ids, words[:, 0].contiguous(), two, 128)
+    yield "longest first", lambda: longest_first(words[:, 0].contiguous())
     yield "advance", lambda: advance(ids, numbers, words, ids, two, 1000)
     n = 1024
     state = {f"exp_avg{kind}": torch.zeros(n, dtype=torch.uint8) for kind in ("", "_sq")}
@@ -369,9 +375,10 @@ def main() -> None:
     driver.set_active(HopperTarget())
     JITFunction.run = compile_only
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132)
-    from samebit.kernels import attention, attention_gradient
+    from samebit.kernels import attention, attention_decode_launch, attention_gradient
 
-    attention.on_card = attention_gradient.on_card = lambda x: True
+    for module in (attention, attention_gradient, attention_decode_launch):
+        module.on_card = lambda x: True
     makers = (gemm_jobs, attention_jobs, head_jobs, pointwise_jobs, plain_jobs, small_jobs)
     jobs = [job for make in makers for job in make(every)]
     for current, job in jobs[part::parts]:  # noqa: B007

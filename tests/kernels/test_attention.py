@@ -19,8 +19,16 @@ from tests.kernels.attention_oracle import (
 from tests.kernels.interpreter import DEVICE
 
 from samebit.kernels import attention as module  # isort: skip
+from samebit.kernels import attention_decode_launch as decode  # isort: skip
 from samebit.kernels import attention_gradient as gradient  # isort: skip
-from samebit.kernels.attention import attention_backward, attention_forward  # isort: skip
+from samebit.kernels import attention_pages as pages  # isort: skip
+from samebit.kernels.attention import (  # isort: skip
+    attention_backward,
+    attention_codes,
+    attention_forward,
+    decodes_to_codes,
+)
+from samebit.kernels.attention_layout import PagedLayout  # isort: skip
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu holds these on a card")
 T = SEGMENTS[-1][0] + SEGMENTS[-1][1]
@@ -30,8 +38,10 @@ STEPS = (0, 36, 49, 100, 129)
 @pytest.fixture(autouse=True)
 def small_constants(monkeypatch):
     """Blocks of 64 keys and splits of 128, so that 167 keys span two splits."""
-    monkeypatch.setattr(module, "KEY_BLOCK", 64)
-    monkeypatch.setattr(module, "SPLIT_KEYS", 128)
+    for where in (module, decode, pages):
+        monkeypatch.setattr(where, "KEY_BLOCK", 64)
+    for where in (module, decode):
+        monkeypatch.setattr(where, "SPLIT_KEYS", 128)
 
 
 def problem(H, G, D, fp8, seed=0):
@@ -153,7 +163,7 @@ class Recorder:
 def recorders(monkeypatch):
     """Every specialised kernel replaced by a Recorder, and the card taken for granted."""
     made = {}
-    for where in (module, gradient):
+    for where in (module, decode, gradient):
         monkeypatch.setattr(where, "on_card", lambda _: True)
         for name, value in vars(where).items():
             if name.startswith("attention_") and name.endswith("_kernel"):
@@ -181,9 +191,36 @@ def test_specialised_launches_name_every_parameter(recorders, fp8):
         extra = {**cache, **({"q_scale_TH": scales["q_scale_TH"][rows]} if fp8 else {})}
         attention_forward(q[rows], k_pages, v_pages, layout, 0.125, **extra)
     assert recorders["attention_stream_kernel"].grid == (2 * 5 * 6,)
-    assert recorders["attention_decode_hopper_kernel"].grid == (5 * 2, 2)
+    if fp8:  # two programs on each of three multiprocessors
+        assert recorders["attention_decode_codes_kernel"].grid == (6,)
+    else:
+        assert recorders["attention_decode_hopper_kernel"].grid == (5 * 2, 2)
     assert recorders["attention_fold_kernel"].constants["FINISHED"] == 1
     assert recorders["attention_decode_kernel"].grid is None
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("length", [100, 5000])
+def test_a_decode_launch_for_codes_names_every_parameter(recorders, monkeypatch, length, fp8):
+    monkeypatch.setattr(decode, "SPLIT_KEYS", 1024)
+    monkeypatch.setattr(decode, "KEY_BLOCK", 128)
+    monkeypatch.setattr(pages, "KEY_BLOCK", 128)
+    H, G, D = 32, 8, 128
+    dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    q = torch.zeros(128, H, D, dtype=dtype)
+    cache = torch.zeros(3, G, 128, D, dtype=dtype).transpose(1, 2)
+    scale = torch.zeros(3, G, 128).transpose(1, 2)
+    named = {"q_scale_TH": torch.zeros(128, H), "k_scale": scale, "v_scale": scale} if fp8 else {}
+    numbers = torch.zeros(128, dtype=torch.int32)
+    layout = PagedLayout(torch.zeros(128, 40, dtype=torch.int32), numbers, None, 1, length)
+    assert decodes_to_codes(q, cache, cache, layout)
+    codes, scale = attention_codes(q, cache, cache, layout, 0.1, **named)
+    assert codes.shape == (128, 4096)
+    assert scale.shape == (128, 32)
+    kernel = recorders[f"attention_decode_{'codes' if fp8 else 'hopper'}_kernel"]
+    assert kernel.constants["QUANTIZE"] is True
+    assert kernel.grid == ((6,) if fp8 else (128 * G, 2 if length == 5000 else 1))
+    assert (recorders["attention_fold_kernel"].grid == (128, H)) == (length == 5000)
 
 
 def test_backward_launches_name_every_parameter(recorders):
@@ -197,11 +234,11 @@ def test_backward_launches_name_every_parameter(recorders):
 
 def test_page_rows_of_both_storage_orders():
     slots_first = torch.empty(7, 128, 4, 64, dtype=torch.bfloat16)
-    assert module.page_rows(slots_first) == ((7 * 128, 256, 256), (128, 0, 64))
+    assert pages.page_rows(slots_first) == ((7 * 128, 256, 256), (128, 0, 64))
     heads_first = torch.empty(7, 4, 128, 64, dtype=torch.bfloat16).transpose(1, 2)
-    assert module.page_rows(heads_first) == ((7 * 4 * 128, 64, 64), (512, 128, 0))
+    assert pages.page_rows(heads_first) == ((7 * 4 * 128, 64, 64), (512, 128, 0))
     odd = torch.empty(7, 128 * 256 + 8, dtype=torch.bfloat16)[:, : 128 * 256].view(7, 128, 4, 64)
-    assert module.page_rows(odd) is None
+    assert pages.page_rows(odd) is None
 
 
 def test_page_size_must_fit_the_key_block():

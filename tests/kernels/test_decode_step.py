@@ -45,6 +45,13 @@ def test_prepare():
         assert [k & 0xFFFFFFFF for k in keys[i].tolist()] == list(expected)
 
 
+def test_sequences_by_falling_context():
+    contexts = torch.randint(0, 40, (301,), dtype=torch.int32, device=DEVICE)
+    contexts[7] = 0
+    order = decode_step.longest_first(contexts)
+    assert order.tolist() == sorted(range(301), key=lambda i: (-int(contexts[i]), i))
+
+
 def test_advance():
     meta = table()
     ids = torch.full((5,), 3, dtype=torch.int64, device=DEVICE)

@@ -6,12 +6,14 @@ scales; its codes turn once more, to be stored in whole lines. The same bytes as
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from samebit.kernels.quantize_common import (
-    FLOOR_BITS,
-    RECIPROCAL_448_HIGH,
-    RECIPROCAL_448_LOW,
-    SIGMOID,
+from samebit.kernels._quantize_gluon import (
+    codes_of,
+    magnitude_bits,
+    rounded,
+    scale_from_bits,
+    widened,
 )
+from samebit.kernels.quantize_common import SIGMOID
 
 WARPS = 8
 REGISTERS = 64
@@ -44,23 +46,6 @@ piece, and without that two halves of a row would meet in the same banks."""
 
 
 @gluon.jit
-def _widened(x):
-    """BF16 to FP32, an instruction an element."""
-    return gl.inline_asm_elementwise(
-        "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }",
-        "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _rounded(x):
-    """FP32 to BF16, nearest even, two at a time."""
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
-    )
-
-
-@gluon.jit
 def _larger(a, b):
     """The BF16 of the larger magnitude (a NaN is the largest), two at a time; its sign means nothing."""
     return gl.inline_asm_elementwise(
@@ -78,11 +63,6 @@ def _halved(x, LEAD: gl.constexpr, LENGTH: gl.constexpr, REST: gl.constexpr):
 
 
 @gluon.jit
-def _magnitude(x):
-    return (x.to(gl.int16, bitcast=True).to(gl.int32) << 16) & 0x7FFFFFFF
-
-
-@gluon.jit
 def _row_amax(x, ROWS: gl.constexpr, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
     """Bits of max |x| of each row; a thread holds 16 neighbours, folded in its registers."""
     PARTS: gl.constexpr = ROWS * (BLOCK // 16)
@@ -90,7 +70,7 @@ def _row_amax(x, ROWS: gl.constexpr, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
     x = _halved(x, PARTS, 16, 1)
     x = _halved(x, PARTS, 8, 1)
     x = _halved(x, PARTS, 4, 1)
-    bits = gl.max(_magnitude(gl.reshape(x, (ROWS, BLOCK // 8))), axis=1)
+    bits = gl.max(magnitude_bits(gl.reshape(x, (ROWS, BLOCK // 8))), axis=1)
     return gl.convert_layout(bits, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
 
 
@@ -102,30 +82,8 @@ def _column_amax(x, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
     x = _halved(x, PARTS, 16, BLOCK)
     x = _halved(x, PARTS, 8, BLOCK)
     x = _halved(x, PARTS, 4, BLOCK)
-    bits = gl.max(_magnitude(gl.reshape(x, (2 * PARTS, BLOCK))), axis=0)
+    bits = gl.max(magnitude_bits(gl.reshape(x, (2 * PARTS, BLOCK))), axis=0)
     return gl.convert_layout(bits, gl.SliceLayout(0, LAYOUT))
-
-
-@gluon.jit
-def _scale(bits):
-    """The scale of groups from the bits of a BF16 amax; see quantize_common.scale_from_bits."""
-    amax = gl.maximum(bits, FLOOR_BITS).to(gl.float32, bitcast=True)
-    high = gl.full(amax.shape, RECIPROCAL_448_HIGH, gl.float32, amax.type.layout)
-    return gl.fma(amax, high, amax * RECIPROCAL_448_LOW)
-
-
-@gluon.jit
-def _quotient(x, scale):
-    """BF16 x over scales that broadcast, good for codes; see quantize_common.e4m3_quotient."""
-    high, low = gl.inline_asm_elementwise(
-        "{ .reg .f32 r, e, n, one; neg.f32 n, $2; mov.f32 one, 0f3F800000; rcp.approx.ftz.f32 r, $2; "
-        "fma.rn.f32 e, n, r, one; fma.rm.f32 $0, e, r, r; "
-        "fma.rn.f32 e, n, $0, one; mul.rn.f32 $1, e, $0; }",
-        "=&f,=f,f", [scale], dtype=(gl.float32, gl.float32), is_pure=True, pack=1,
-    )  # fmt: skip
-    x, high = gl.broadcast(x, high)
-    x, low = gl.broadcast(x, low)
-    return gl.fma(x, high, x * low)
 
 
 @gluon.jit
@@ -137,8 +95,8 @@ def _store_rows(
     n = block_n * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, ROW_LAYOUT))
     rows = row < count
     t = (first + row).to(gl.int64)
-    scale = _scale(_row_amax(x, x.shape[0], BLOCK, ROW_LAYOUT))
-    codes = _quotient(_widened(x), scale[:, None]).to(gl.float8e4nv)
+    scale = scale_from_bits(_row_amax(x, x.shape[0], BLOCK, ROW_LAYOUT))
+    codes = codes_of(widened(x), scale[:, None])
     gl.store(codes_ptr + t[:, None] * codes_stride + n[None, :], codes, mask=rows[:, None])
     gl.store(scale_ptr + t * scale_stride_t + block_n * scale_stride_g, scale, mask=rows)
 
@@ -151,11 +109,11 @@ def _store_columns(
     """Codes, transposed, and scales along tokens of a BF16 tile in shared memory."""
     y = shared.load(PAIR_LAYOUT)
     n = block_n * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, COLUMN_LAYOUT))
-    scale = _scale(_column_amax(y, BLOCK, COLUMN_LAYOUT))
+    scale = scale_from_bits(_column_amax(y, BLOCK, COLUMN_LAYOUT))
     target = transposed_scale_ptr + group.to(gl.int64) * transposed_scale_stride
     gl.store(target + n, scale, mask=n < N)
-    y = gl.convert_layout(_widened(y), COLUMN_LAYOUT)
-    codes = _quotient(y, scale[None, :]).to(gl.float8e4nv)
+    y = gl.convert_layout(widened(y), COLUMN_LAYOUT)
+    codes = codes_of(y, scale[None, :])
     store_turned(codes, transposed_ptr, transposed_stride, group, count, block_n, BLOCK)
 
 
@@ -252,16 +210,16 @@ def silu_mul_gradient_kernel(
         dy = gl.load(dy_ptr + t[:, None] * dy_stride + f[None, :], mask=inside, other=0.0)
         gate = gl.load(gate_ptr + t[:, None] * gate_stride + f[None, :], mask=inside, other=0.0)
         up = gl.load(up_ptr + t[:, None] * up_stride + f[None, :], mask=inside, other=0.0)
-        dy = _widened(dy)
-        gate = _widened(gate)
+        dy = widened(dy)
+        gate = widened(gate)
         # The expressions of activation's backward kernel: the same bits.
         sigmoid = gl.inline_asm_elementwise(
             SIGMOID, "=f,f", [gate], dtype=gl.float32, is_pure=True, pack=1
         )
         slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
-        dgate = _rounded((dy * _widened(up)) * slope)
+        dgate = rounded((dy * widened(up)) * slope)
         dgate_tile.slice(start, STRIP).store(dgate)
-        dup = _rounded(dy * (gate * sigmoid))
+        dup = rounded(dy * (gate * sigmoid))
         dup_tile.slice(start, STRIP).store(dup)
         _store_rows(
             dgate, first, row, count, block_f, codes_ptr, scale_ptr, codes_stride, scale_stride_t,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from samebit.kernels import attention_layout as kernel_layout
-from samebit.kernels.attention import attention_forward
+from samebit.kernels._ops_linear import GROUPS, quantize_activation
+from samebit.kernels.attention import attention_codes, attention_forward, decodes_to_codes
 from samebit.kernels.attention_gradient import attention_backward as backward
+from samebit.kernels.decode_step import longest_first
 from samebit.kernels.dequantize import dequantize
 from samebit.layout import Layout, PackedLayout, PagedLayout, to_device
-from samebit.operand import HeadCodes, Heads
-from samebit.spec import BF16, FP8_HEAD, FP16, Attention
+from samebit.operand import HeadCodes, Heads, Operand
+from samebit.spec import BF16, FP8_HEAD, FP16, Attention, Precision
 
 
 def check_spec(spec: Attention) -> None:
@@ -54,6 +58,17 @@ def paged(layout: PagedLayout) -> kernel_layout.PagedLayout:
     A sequence's rows must be consecutive in the batch, in order of position and of sequence.
     """
     return layout.derived("attention", lambda: _paged(layout))
+
+
+def paged_by_context(layout: PagedLayout) -> kernel_layout.PagedLayout:
+    """The same with the order of decode's sequences by context, which the kernel of FP8 caches reads."""
+
+    def make() -> kernel_layout.PagedLayout:
+        rows = paged(layout)
+        decode = rows.query_starts is None and rows.context_lens.is_cuda
+        return replace(rows, order=longest_first(rows.context_lens)) if decode else rows
+
+    return layout.derived("attention by context", make)
 
 
 def _paged(layout: PagedLayout) -> kernel_layout.PagedLayout:
@@ -105,20 +120,58 @@ def attention(
     A paged layout's keys and values are rows, or pages [pages, page size, G, D] (`PageStore`).
     """
     check_spec(spec)
-    scales: dict[str, torch.Tensor] = {}
-    if isinstance(q_THD, HeadCodes):
-        assert isinstance(k_SGD, HeadCodes) and isinstance(v_SGD, HeadCodes)
-        scales = {"q_scale_TH": q_THD.scale, "k_scale": k_SGD.scale, "v_scale": v_SGD.scale}
-        q_THD, k_SGD, v_SGD = q_THD.codes, k_SGD.codes, v_SGD.codes
-    assert isinstance(k_SGD, torch.Tensor) and isinstance(v_SGD, torch.Tensor)
     if isinstance(layout, PackedLayout):
-        q, k, v = (x.contiguous() for x in (q_THD, k_SGD, v_SGD))
+        tensors, scales = _parts(q_THD, k_SGD, v_SGD)
+        q, k, v = (x.contiguous() for x in tensors)
         return attention_forward(q, k, v, packed(layout), scale, **scales)
-    k, v = (_paged_rows(x, 4, layout) for x in (k_SGD, v_SGD))
+    tensors, scales, rows = _paged_parts(q_THD, k_SGD, v_SGD, layout)
+    return attention_forward(*tensors, rows, scale, **scales)
+
+
+def attention_quantize(
+    q_THD: Heads,
+    k_SGD: Heads,
+    v_SGD: Heads,
+    layout: PagedLayout,
+    scale: float,
+    spec: Attention,
+    precision: Precision,
+) -> Operand:
+    """`attention` over a cache, as the operand of the product after it; decode's kernel makes the codes."""
+    if precision.block == GROUPS and precision.format == "e4m3":
+        check_spec(spec)
+        tensors, scales, rows = _paged_parts(q_THD, k_SGD, v_SGD, layout)
+        if decodes_to_codes(*tensors, rows):
+            codes, out_scale = attention_codes(*tensors, rows, scale, **scales)
+            return Operand(codes, out_scale, precision, codes.shape[1])
+    out, _ = attention(q_THD, k_SGD, v_SGD, layout, scale, spec)
+    return quantize_activation(out.flatten(1), precision)
+
+
+Parts = tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]
+
+
+def _parts(q: Heads, k: Heads, v: Heads) -> Parts:
+    """((q, k, v) as BF16 or codes, the codes' scales by the kernels' names)."""
+    if isinstance(q, HeadCodes):
+        assert isinstance(k, HeadCodes) and isinstance(v, HeadCodes)
+        scales = {"q_scale_TH": q.scale, "k_scale": k.scale, "v_scale": v.scale}
+        return (q.codes, k.codes, v.codes), scales
+    assert isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
+    return (q, k, v), {}
+
+
+def _paged_parts(
+    q: Heads, k: Heads, v: Heads, layout: PagedLayout
+) -> tuple[*Parts, kernel_layout.PagedLayout]:
+    """The same for a paged cache, keys and values as pages; and the kernels' form of the layout."""
+    rows = paged_by_context(layout) if isinstance(q, HeadCodes) else paged(layout)
+    (q, k, v), scales = _parts(q, k, v)
+    k, v = (_paged_rows(x, 4, layout) for x in (k, v))
     for name in ("k_scale", "v_scale"):
         if name in scales:
             scales[name] = _paged_rows(scales[name], 3, layout)
-    return attention_forward(q_THD.contiguous(), k, v, paged(layout), scale, **scales)
+    return (q.contiguous(), k, v), scales, rows
 
 
 def _paged_rows(x: torch.Tensor, dims: int, layout: PagedLayout) -> torch.Tensor:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 import triton
 
-from samebit.kernels.attention_decode import attention_decode_kernel, attention_fold_kernel
-from samebit.kernels.attention_decode_hopper import attention_decode_hopper_kernel
+from samebit.formats import BLOCK
+from samebit.kernels.attention_decode_launch import Result, fast_decode, launch_decode
 from samebit.kernels.attention_gradient import attention_backward, rows_descriptor
 from samebit.kernels.attention_hopper import attention_hopper_kernel
 from samebit.kernels.attention_layout import (
@@ -23,10 +23,11 @@ from samebit.kernels.attention_layout import (
     on_card,
     rows_like,
 )
+from samebit.kernels.attention_pages import LOG2E, or_unused, page_rows, pages_fit, strides_of
 from samebit.kernels.attention_prefill import attention_prefill_kernel
 from samebit.kernels.attention_stream import attention_stream_kernel
+from samebit.kernels.quantize_common import empty_activation_scale
 
-LOG2E = 1.4426950408889634
 MAX_GROUP = 64
 
 
@@ -57,14 +58,43 @@ def attention_forward(
         lse = rows_like(q_THD[..., 0], layout, torch.float32)
     scales = (q_scale_TH, k_scale, v_scale)
     if isinstance(layout, PagedLayout) and layout.query_starts is None:
-        _decode(q_THD, k, v, scales, layout, scale, out, lse)
+        launch_decode(q_THD, k, v, scales, layout, scale, Result(out, None, lse))
     elif on_card(q_THD) and isinstance(layout, PackedLayout) and k_scale is None:
         _packed(q_THD, k, v, layout, scale, out, lse)
-    elif on_card(q_THD) and (isinstance(layout, PackedLayout) or _pages_fit(k, v)):
+    elif on_card(q_THD) and (isinstance(layout, PackedLayout) or pages_fit(k, v)):
         _stream(q_THD, k, v, scales, layout, scale, out, lse)
     else:
         _prefill(q_THD, k, v, scales, layout, scale, out, lse)
     return out, lse
+
+
+def decodes_to_codes(q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout) -> bool:
+    """Whether `attention_codes` takes these: decode by the fast kernel, a head as wide as a group of 128."""
+    decode = isinstance(layout, PagedLayout) and layout.query_starts is None
+    return decode and q_THD.shape[2] == BLOCK and fast_decode(q_THD, k, v)
+
+
+def attention_codes(
+    q_THD: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: PagedLayout,
+    scale: float,
+    *,
+    q_scale_TH: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(e4m3 codes [T, H * 128], FP32 scales [T, H], group-major) of `attention_forward`'s BF16 output:
+    the bytes that quantising it in groups of 1x128 gives. Only where `decodes_to_codes`."""
+    scales = (q_scale_TH, k_scale, v_scale)
+    _check(q_THD, k, v, layout, scales)
+    T, H, D = q_THD.shape
+    codes = torch.empty((T, H * D), dtype=torch.float8_e4m3fn, device=q_THD.device)
+    out_scale = empty_activation_scale(T, H * D, q_THD.device)
+    lse = torch.empty((T, H), dtype=torch.float32, device=q_THD.device)
+    launch_decode(q_THD, k, v, scales, layout, scale, Result(codes, out_scale, lse))
+    return codes, out_scale
 
 
 def _check(q, k, v, layout: Layout, scales: tuple) -> None:
@@ -94,23 +124,6 @@ def _check(q, k, v, layout: Layout, scales: tuple) -> None:
             raise ValueError(f"page size {page} must divide {KEY_BLOCK} or be a multiple of it")
 
 
-def _strides(k, v, k_scale, v_scale) -> list[int]:
-    """(page, row, head) strides of k, v and their scales; 0 pages for packed rows."""
-    out: list[int] = []
-    for tensor, data in ((k, True), (v, True), (k_scale, False), (v_scale, False)):
-        if tensor is None:
-            out += [0, 0, 0]
-            continue
-        strides = tensor.stride()[:-1] if data else tensor.stride()
-        out += list(strides) if len(strides) == 3 else [0, *strides]
-    return out
-
-
-def _pointers(scales: tuple, unused: torch.Tensor) -> tuple:
-    """The scale tensors, or a pointer that the kernel never follows."""
-    return tuple(unused if scale is None else scale for scale in scales)
-
-
 def _prefill(q, k, v, scales, layout: Layout, scale: float, out, lse) -> None:
     _, k_scale, v_scale = scales
     H, D = q.shape[1:]
@@ -131,8 +144,8 @@ def _prefill(q, k, v, scales, layout: Layout, scale: float, out, lse) -> None:
         count, longest, keys = segments.shape[0], layout.max_length, layout.max_keys
     grid = (count * G, triton.cdiv(longest, tokens))
     attention_prefill_kernel[grid](
-        q, k, v, *_pointers(scales, lse), out, lse, segments, table, context, starts, width,
-        scale * LOG2E, *_strides(k, v, k_scale, v_scale), H=H, G=G, D=D, KB=KEY_BLOCK,
+        q, k, v, *or_unused(scales, lse), out, lse, segments, table, context, starts, width,
+        scale * LOG2E, *strides_of(k, v, k_scale, v_scale), H=H, G=G, D=D, KB=KEY_BLOCK,
         SPLIT_BLOCKS=SPLIT_KEYS // KEY_BLOCK, PAGE=page, PAGED=paged, FP8=fp8,
         ONE_SPLIT=keys <= SPLIT_KEYS, ROWS=rows, STAGES=PLAIN_STAGES, num_warps=rows // 16,
         enable_fp_fusion=False,
@@ -180,8 +193,8 @@ def _stream(q, k, v, scales, layout: Layout, scale: float, out, lse) -> None:
         tables = (layout.forward_tiles,) * 4 + (0, 1)
     attention_stream_kernel[(programs,)](
         rows_descriptor(q, 64), rows_descriptor(k, KEY_BLOCK, k_view),
-        rows_descriptor(v, KEY_BLOCK, v_view), k, v, *_pointers(scales, lse), out, lse, *tables,
-        num_tiles, scale * LOG2E, *row_units, *_strides(k, v, *scales[1:]), H=H, G=G, D=D,
+        rows_descriptor(v, KEY_BLOCK, v_view), k, v, *or_unused(scales, lse), out, lse, *tables,
+        num_tiles, scale * LOG2E, *row_units, *strides_of(k, v, *scales[1:]), H=H, G=G, D=D,
         KB=KEY_BLOCK, SPLIT_BLOCKS=SPLIT_KEYS // KEY_BLOCK, STAGES=2,
         PAGE=k.shape[1] if isinstance(layout, PagedLayout) else KEY_BLOCK,
         PAGED=isinstance(layout, PagedLayout), FP8=fp8, CONSUMER_REGS=224 if fp8 else 232,
@@ -189,88 +202,4 @@ def _stream(q, k, v, scales, layout: Layout, scale: float, out, lse) -> None:
     )  # fmt: skip
 
 
-def page_rows(cache: torch.Tensor) -> tuple[tuple[int, int, int], tuple[int, int, int]] | None:
-    """((rows, columns, row stride), (rows per page, rows per head, columns per head)) of a cache.
-
-    None when pages and heads do not lie on one grid of rows.
-    """
-    pages, page, G, D = cache.shape
-    page_stride, row, head, _ = cache.stride()
-    head_rows, head_columns = (head // row, 0) if head % row == 0 else (0, head)
-    if page_stride % row or (row * cache.element_size()) % 16 or (head_columns and row < G * D):
-        return None
-    rows = (pages - 1) * (page_stride // row) + (G - 1) * head_rows + page
-    columns = D if head_rows else G * D
-    return (rows, columns, row), (page_stride // row, head_rows, head_columns)
-
-
-def _pages_fit(k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether bulk copies can fetch a key block from this cache."""
-    return k.shape[1] % KEY_BLOCK == 0 and page_rows(k) is not None and page_rows(v) is not None
-
-
-def splits_per_program(programs: int, splits: int) -> int:
-    """Splits that one decode program walks: more amortise its start, fewer fill the card.
-
-    A scheduling choice only: every split's partial result and their fold are the same.
-    """
-    for count, enough in ((4, 1024), (2, 256)):
-        if programs * triton.cdiv(splits, count) >= enough:
-            return count
-    return 1
-
-
-def _decode(q, k, v, scales, layout: PagedLayout, scale: float, out, lse) -> None:
-    _, k_scale, v_scale = scales
-    B, H, D = q.shape
-    G = k.shape[-2]
-    fp8 = k_scale is not None
-    splits = max(triton.cdiv(layout.max_context, SPLIT_KEYS), 1)
-    shape = (B, H, splits) if splits > 1 else (1, 1, 1)
-    part_m = torch.empty(shape, dtype=torch.float32, device=q.device)
-    part_l = torch.empty_like(part_m)
-    part_acc = torch.empty((*shape, D), dtype=torch.float32, device=q.device)
-    constants = {
-        "H": H,
-        "D": D,
-        "KB": KEY_BLOCK,
-        "SPLIT_BLOCKS": SPLIT_KEYS // KEY_BLOCK,
-        "FP8": fp8,
-        "enable_fp_fusion": False,
-    }
-    pointers = (
-        *_pointers(scales, lse), out, lse, part_acc, part_m, part_l, layout.block_table,
-        layout.context_lens, layout.block_table.stride(0), scale * LOG2E,
-    )  # fmt: skip
-    strides = _strides(k, v, k_scale, v_scale)
-    finished = 1
-    if on_card(q) and _pages_fit(k, v) and H // G <= 32:
-        k_rows, v_rows = page_rows(k), page_rows(v)
-        assert k_rows is not None and v_rows is not None
-        finished = splits_per_program(B * G, splits)
-        attention_decode_hopper_kernel[(B * G, triton.cdiv(splits, finished))](
-            rows_descriptor(k, KEY_BLOCK, k_rows[0]), rows_descriptor(v, KEY_BLOCK, v_rows[0]), q,
-            *pointers, splits, *k_rows[1], *v_rows[1], *strides[6:], G=G, PAGE=k.shape[1],
-            SPLITS=finished, SLOTS=_decode_slots(D, fp8), FEEDER_REGS=88 if fp8 else 24,
-            maxnreg=128, num_warps=4, **constants,
-        )  # fmt: skip
-    else:
-        attention_decode_kernel[(B * G, splits)](
-            q, k, v, *pointers, *strides, G=G, PAGE=k.shape[1], ROWS=64, STAGES=PLAIN_STAGES, num_warps=4,
-            **constants,
-        )  # fmt: skip
-    if splits > finished:
-        attention_fold_kernel[(B, H)](
-            part_acc, part_m, part_l, out, lse, layout.context_lens, splits, FINISHED=finished,
-            num_warps=1, **constants,
-        )  # fmt: skip
-
-
-def _decode_slots(D: int, fp8: bool) -> int:
-    """Ring slots that leave room for two programs on a multiprocessor."""
-    if fp8:
-        return 4 if D == 128 else 8
-    return 3 if D == 128 else 6
-
-
-__all__ = ["attention_backward", "attention_forward"]
+__all__ = ["attention_backward", "attention_codes", "attention_forward", "decodes_to_codes"]

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from samebit.kernels.attention_block import finish_scales, fold_scales
 from samebit.kernels.attention_prefill import _walk
+from samebit.kernels.quantize_common import amax_bits, block_codes, widened_once
 
 
 @triton.jit
@@ -68,13 +69,14 @@ def attention_decode_kernel(
 
 @triton.jit
 def attention_fold_kernel(
-    part_acc_ptr, part_m_ptr, part_l_ptr, out_ptr, lse_ptr, context_lens, max_splits,
-    H: tl.constexpr, D: tl.constexpr, KB: tl.constexpr, SPLIT_BLOCKS: tl.constexpr,
-    FP8: tl.constexpr, FINISHED: tl.constexpr,
+    part_acc_ptr, part_m_ptr, part_l_ptr, out_ptr, out_scale_ptr, lse_ptr, context_lens, max_splits,
+    scale_stride_t, scale_stride_h, H: tl.constexpr, D: tl.constexpr, KB: tl.constexpr,
+    SPLIT_BLOCKS: tl.constexpr, FP8: tl.constexpr, FINISHED: tl.constexpr, QUANTIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid (B, H): the splits of one row, folded in order as prefill folds them.
 
-    Rows of up to FINISHED splits were finished by the kernel before.
+    Rows of up to FINISHED splits were finished by the kernel before. QUANTIZE: `out` holds e4m3
+    codes (as uint8) with one scale a row.
     """
     row = tl.program_id(0).to(tl.int64) * H + tl.program_id(1)
     num_splits = tl.cdiv(tl.cdiv(tl.load(context_lens + tl.program_id(0)), KB), SPLIT_BLOCKS)
@@ -93,6 +95,13 @@ def attention_fold_kernel(
         m_total, l_total, old, new = fold_scales(m_total, l_total, m, den)
         acc_total = tl.fma(acc_total, old[:, None], acc * new[:, None])
     scale, lse = finish_scales(m_total, l_total, FP8)
-    out = (acc_total * scale[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * D + d[None, :], out)
+    out = acc_total * scale[:, None]
+    if QUANTIZE:
+        y = widened_once(out.to(tl.bfloat16))
+        codes, out_scale = block_codes(y, amax_bits(y, 1), True)
+        tl.store(out_ptr + row * D + d[None, :], codes)
+        place = tl.program_id(0).to(tl.int64) * scale_stride_t + tl.program_id(1) * scale_stride_h
+        tl.store(out_scale_ptr + place + one, tl.reshape(out_scale, (1,)))
+    else:
+        tl.store(out_ptr + row * D + d[None, :], out.to(out_ptr.dtype.element_ty))
     tl.store(lse_ptr + row + one, lse)

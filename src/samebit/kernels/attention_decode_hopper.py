@@ -1,9 +1,9 @@
-"""Attention decode over a paged cache: a feeder and one consumer warp group, two programs on a
+"""Attention decode over a paged BF16 cache: a feeder and one consumer warp group, two programs on a
 multiprocessor.
 
 The same steps and partial results as attention_decode.py. Keys and values of one key block arrive
-by bulk tensor copies in a ring of slots (K0, V0, K1, ...); e4m3 values are converted to FP16 by the
-feeder. Needs pages of whole key blocks.
+by bulk tensor copies in a ring of slots (K0, V0, K1, ...; attention_decode_feed.py). Needs pages of whole
+key blocks.
 
 Of the 64 rows that wgmma wants, a group of query heads fills few. They are laid on rows 0-7 of each
 warp's 16, whose registers are then the only ones that the softmax touches.
@@ -12,15 +12,15 @@ warp's 16, whose registers are then the only ones that the softmax touches.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from samebit.kernels.attention_block import LN2, PV_LIFT
+from samebit.kernels._quantize_gluon import codes_of, scale_of, widened
+from samebit.kernels.attention_block import LN2
+from samebit.kernels.attention_decode_feed import feed
 from samebit.kernels.attention_feed import ROWS
 from samebit.kernels.attention_walk import block_softmax
 
@@ -59,14 +59,12 @@ def _rescaled(acc, alpha, W: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _block(
-    count, block, end, acc, m, den, q_smem, data, bars, factor, position_R,
-    TAIL: gl.constexpr, D: gl.constexpr, KB: gl.constexpr, SLOTS: gl.constexpr, FP8: gl.constexpr,
-    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, L_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
+    count, block, end, acc, m, den, q_smem, ring, bars, factor, position_R,
+    TAIL: gl.constexpr, D: gl.constexpr, KB: gl.constexpr, SLOTS: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, L_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """One block of keys, the count-th of this program."""
-    ring, v16_smem, ks_smem, vs_smem = data
-    ready, free, s_ready, v16_ready, v16_free = bars
-    COLUMN: gl.constexpr = gl.SliceLayout(0, L_LAYOUT)
+    ready, free = bars
     item = 2 * count
     k_slot = item % SLOTS
     v_slot = (item + 1) % SLOTS
@@ -75,86 +73,89 @@ def _block(
     s = warpgroup_mma(
         q_smem, ring.index(k_slot).permute((1, 0)), zero, use_acc=False, is_async=True
     )
-    SCALED: gl.constexpr = SLOTS // 2 + 2
-    if FP8:
-        mbarrier.wait(s_ready.index(count % SCALED), (count // SCALED) & 1)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(free.index(k_slot), count=1)
     s = _live(s, KB)
-    if FP8:
-        s = s * ks_smem.index(count % SCALED).load(COLUMN)[None, :]
     p, m, den, alpha = block_softmax(s, m, den, factor, position_R, block * KB, TAIL, L_LAYOUT, KB)
-    if FP8:
-        v_scale = vs_smem.index(count % SCALED).load(COLUMN) * PV_LIFT
-        if TAIL:
-            v_scale = gl.where(block * KB + gl.arange(0, KB, COLUMN) < end, v_scale, 0.0)
-        p = p * v_scale[None, :]
     acc = _rescaled(acc, alpha, D, O_LAYOUT)
-    p = _operand(p.to(DTYPE), KB, gl.DotOperandLayout(0, O_LAYOUT, 2))
-    if FP8:
-        mbarrier.wait(v16_ready, count & 1)
-        acc = warpgroup_mma(p, v16_smem, acc, is_async=True)
-        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-        mbarrier.arrive(v16_free, count=1)
-    else:
-        v = ring.index(v_slot)
-        mbarrier.wait(ready.index(v_slot), ((item + 1) // SLOTS) & 1)
-        if TAIL:
-            V_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-            row = block * KB + gl.arange(0, KB, gl.SliceLayout(1, V_LAYOUT))
-            # Rows past the end may hold NaN, and 0 x NaN would reach every output.
-            v.store(gl.where((row < end)[:, None], v.load(V_LAYOUT), 0.0))
-            fence_async_shared()
-        acc = warpgroup_mma(p, v, acc, is_async=True)
-        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-        mbarrier.arrive(free.index(v_slot), count=1)
+    p = _operand(p.to(gl.bfloat16), KB, gl.DotOperandLayout(0, O_LAYOUT, 2))
+    v = ring.index(v_slot)
+    mbarrier.wait(ready.index(v_slot), ((item + 1) // SLOTS) & 1)
+    if TAIL:
+        V_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+        row = block * KB + gl.arange(0, KB, gl.SliceLayout(1, V_LAYOUT))
+        # Rows past the end may hold NaN, and 0 x NaN would reach every output.
+        v.store(gl.where((row < end)[:, None], v.load(V_LAYOUT), 0.0))
+        fence_async_shared()
+    acc = warpgroup_mma(p, v, acc, is_async=True)
+    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+    mbarrier.arrive(free.index(v_slot), count=1)
     return acc, m, den
+
+
+@gluon.jit
+def _queries(q_ptr, first_row, GROUP: gl.constexpr, D: gl.constexpr):
+    """Query heads of one group on the live rows of zeros [64, D]."""
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    t_Q = gl.arange(0, ROWS, gl.SliceLayout(1, LOAD))
+    r_Q = t_Q // 16 * 8 + t_Q % 8
+    d_Q = gl.arange(0, D, gl.SliceLayout(0, LOAD))
+    return gl.load(
+        q_ptr + (first_row + r_Q)[:, None] * D + d_Q[None, :],
+        mask=((t_Q % 16 < 8) & (r_Q < GROUP))[:, None],
+        other=0.0,
+    )
+
+
+@gluon.jit
+def _store_result(live, results, first_row, index, head, r_O, d_O, D: gl.constexpr,
+                  GROUP: gl.constexpr, QUANTIZE: gl.constexpr, OUT: gl.constexpr):  # fmt: skip
+    """Finished rows [32, D], rounded to BF16: as they are, or as codes with a scale per head."""
+    out_ptr, out_scale_ptr, scale_stride_t, scale_stride_g = results
+    y = live.to(gl.bfloat16)
+    out_O = out_ptr + (first_row + r_O)[:, None] * D + d_O[None, :]
+    mask_O = (r_O < GROUP)[:, None]
+    if QUANTIZE:
+        scale = scale_of(y, OUT)
+        gl.store(out_O, codes_of(widened(y), scale[:, None]), mask=mask_O)
+        place = index.to(gl.int64) * scale_stride_t + (head * GROUP + r_O) * scale_stride_g
+        gl.store(out_scale_ptr + place, scale, mask=r_O < GROUP)
+    else:
+        gl.store(out_O, y, mask=mask_O)
 
 
 @gluon.jit
 def _consume(
     given,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, KB: gl.constexpr,
-    SPLIT_BLOCKS: gl.constexpr, SPLITS: gl.constexpr, SLOTS: gl.constexpr, FP8: gl.constexpr,
+    SPLIT_BLOCKS: gl.constexpr, SPLITS: gl.constexpr, SLOTS: gl.constexpr,
+    QUANTIZE: gl.constexpr,
 ):  # fmt: skip
     """Every block of this program's splits; finishes the rows if no other program has more."""
-    q_smem, data, bars = given[0]
-    q_ptr, q_scale_ptr, out_ptr, lse_ptr, part_acc_ptr, part_m_ptr, part_l_ptr = given[1]
+    q_smem, ring, bars = given[0]
+    q_ptr, results, lse_ptr, part_acc_ptr, part_m_ptr, part_l_ptr = given[1]
     index, head, end, lo, hi, num_blocks, max_splits, factor = given[2]
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KB, 32 if FP8 else 16])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KB, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     shape_S = _live(gl.zeros([ROWS, KB], gl.float32, S_LAYOUT), KB)
     L_LAYOUT: gl.constexpr = shape_S.type.layout
     shape_O = _live(gl.zeros([ROWS, D], gl.float32, O_LAYOUT), D)
     OUT: gl.constexpr = shape_O.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, L_LAYOUT)
-    DTYPE: gl.constexpr = gl.float16 if FP8 else gl.bfloat16
-    WIDTH: gl.constexpr = 16 if FP8 else 8
-    LOAD: gl.constexpr = gl.BlockedLayout([1, WIDTH], [32 * WIDTH // D, D // WIDTH], [4, 1], [1, 0])
-    t_Q = gl.arange(0, ROWS, gl.SliceLayout(1, LOAD))
-    r_Q = t_Q // 16 * 8 + t_Q % 8
-    d_Q = gl.arange(0, D, gl.SliceLayout(0, LOAD))
     first_row = index.to(gl.int64) * H + head * GROUP
-    q = gl.load(
-        q_ptr + (first_row + r_Q)[:, None] * D + d_Q[None, :],
-        mask=((t_Q % 16 < 8) & (r_Q < GROUP))[:, None],
-        other=0.0,
-    )
-    q_smem.store(q)
+    q_smem.store(_queries(q_ptr, first_row, GROUP, D))
     fence_async_shared()
     gl.thread_barrier()
     r_S = gl.arange(0, LIVE, ROW)
     factor_R = gl.full([LIVE], 1.0, gl.float32, ROW) * factor
-    if FP8:
-        factor_R = factor_R * gl.load(q_scale_ptr + first_row + r_S, mask=r_S < GROUP, other=1.0)
     position_R = gl.full([LIVE], 0, gl.int32, ROW) + (end - 1)
     r_O = gl.arange(0, LIVE, gl.SliceLayout(1, OUT))
     d_O = gl.arange(0, D, gl.SliceLayout(0, OUT))
     mask_O = (r_O < GROUP)[:, None]
     whole = num_blocks <= SPLITS * SPLIT_BLOCKS
+    count = 0
     m_total = gl.full([LIVE], float("-inf"), gl.float32, ROW)
     l_total = gl.zeros([LIVE], gl.float32, ROW)
-    count = 0
     for split in range(lo // SPLIT_BLOCKS, gl.cdiv(hi, SPLIT_BLOCKS)):
         first = split * SPLIT_BLOCKS
         last = gl.minimum(first + SPLIT_BLOCKS, hi)
@@ -164,14 +165,14 @@ def _consume(
         full = gl.minimum(last, end // KB)
         for block in range(first, full):
             acc, m, den = _block(
-                count, block, end, acc, m, den, q_smem, data, bars, factor_R, position_R,
-                False, D, KB, SLOTS, FP8, S_LAYOUT, O_LAYOUT, L_LAYOUT, DTYPE,
+                count, block, end, acc, m, den, q_smem, ring, bars, factor_R, position_R,
+                False, D, KB, SLOTS, S_LAYOUT, O_LAYOUT, L_LAYOUT,
             )  # fmt: skip
             count += 1
         for block in range(full, last):
             acc, m, den = _block(
-                count, block, end, acc, m, den, q_smem, data, bars, factor_R, position_R,
-                True, D, KB, SLOTS, FP8, S_LAYOUT, O_LAYOUT, L_LAYOUT, DTYPE,
+                count, block, end, acc, m, den, q_smem, ring, bars, factor_R, position_R,
+                True, D, KB, SLOTS, S_LAYOUT, O_LAYOUT, L_LAYOUT,
             )  # fmt: skip
             count += 1
         live = _live(acc, D)
@@ -201,140 +202,29 @@ def _consume(
                 gl.store(total_O, live, mask=mask_O)
             else:
                 inverse = gl.div_rn(1.0, l_total)
-                if FP8:
-                    inverse = inverse * (1.0 / PV_LIFT)
                 live = live * gl.convert_layout(inverse, gl.SliceLayout(1, OUT))[:, None]
-                out_O = out_ptr + (first_row + r_O)[:, None] * D + d_O[None, :]
-                gl.store(out_O, live.to(out_ptr.dtype.element_ty), mask=mask_O)
+                _store_result(
+                    live, results, first_row, index, head, r_O, d_O, D, GROUP, QUANTIZE,
+                    OUT,
+                )  # fmt: skip
                 lse = (m_total + gl.log2(l_total)) * LN2
                 gl.store(lse_ptr + first_row + r_S, lse, mask=r_S < GROUP)
 
 
 @gluon.jit
-def _fetch_k(
-    count, page, inside, k_desc, scales, ring, copied, ready, s_ready, head, strides,
-    KB: gl.constexpr, SLOTS: gl.constexpr, FP8: gl.constexpr,
-):  # fmt: skip
-    """Starts the copies of one block's keys and, with codes, of both scales."""
-    k_scale_ptr, v_scale_ptr = scales
-    ks_smem, vs_smem = copied
-    k_page, k_head, k_column = strides[0]
-    ks_page, ks_row, ks_head, vs_page, vs_row, vs_head = strides[2]
-    slot = (2 * count) % SLOTS
-    mbarrier.expect(ready.index(slot), k_desc.block_type.nbytes)
-    row = page * k_page + head * k_head + inside
-    tma.async_copy_global_to_shared(
-        k_desc, [row, head * k_column], ready.index(slot), ring.index(slot)
-    )
-    if FP8:
-        SCALED: gl.constexpr = SLOTS // 2 + 2
-        FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        row = inside + gl.arange(0, KB, FLAT)
-        page = page.to(gl.int64)
-        async_copy.async_copy_global_to_shared(
-            ks_smem.index(count % SCALED),
-            k_scale_ptr + page * ks_page + head * ks_head + row * ks_row,
-        )
-        async_copy.async_copy_global_to_shared(
-            vs_smem.index(count % SCALED),
-            v_scale_ptr + page * vs_page + head * vs_head + row * vs_row,
-        )
-        async_copy.mbarrier_arrive(s_ready.index(count % SCALED), increment_count=False)
-
-
-@gluon.jit
-def _fetch_v(count, page, inside, v_desc, ring, ready, head, strides, SLOTS: gl.constexpr):
-    """Starts the copy of one block's values."""
-    v_page, v_head, v_column = strides[1]
-    slot = (2 * count + 1) % SLOTS
-    mbarrier.expect(ready.index(slot), v_desc.block_type.nbytes)
-    row = page * v_page + head * v_head + inside
-    tma.async_copy_global_to_shared(
-        v_desc, [row, head * v_column], ready.index(slot), ring.index(slot)
-    )
-
-
-@gluon.jit
-def _feed(given, KB: gl.constexpr, PAGE: gl.constexpr, SLOTS: gl.constexpr):
-    """BF16: copies alone, as far ahead as there are free slots."""
-    k_desc, v_desc, scales = given[0]
-    ring, ks_smem, vs_smem, ready, free, s_ready = given[1]
-    table, head, lo, hi = given[2]
-    strides = given[3]
-    page = gl.load(table + lo * KB // PAGE)
-    for block in range(lo, hi):
-        # The next page number travels while this block waits for a free slot.
-        following = gl.load(table + gl.minimum(block + 1, hi - 1) * KB // PAGE)
-        inside = block * KB % PAGE
-        count = block - lo
-        item = 2 * count
-        mbarrier.wait(free.index(item % SLOTS), ((item // SLOTS) & 1) ^ 1)
-        _fetch_k(
-            count, page, inside, k_desc, scales, ring, (ks_smem, vs_smem), ready, s_ready, head,
-            strides, KB, SLOTS, False,
-        )  # fmt: skip
-        item += 1
-        mbarrier.wait(free.index(item % SLOTS), ((item // SLOTS) & 1) ^ 1)
-        _fetch_v(count, page, inside, v_desc, ring, ready, head, strides, SLOTS)
-        page = following
-
-
-@gluon.jit
-def _feed_codes(given, D: gl.constexpr, KB: gl.constexpr, PAGE: gl.constexpr, SLOTS: gl.constexpr):
-    """E4M3: copies SLOTS // 2 blocks ahead, and the conversion of each block's values."""
-    k_desc, v_desc, scales = given[0]
-    ring, v16_smem, ks_smem, vs_smem = given[1]
-    ready, free, s_ready, v16_ready, v16_free = given[2]
-    table, head, end, lo, hi = given[3]
-    strides = given[4]
-    DEPTH: gl.constexpr = SLOTS // 2
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    for ahead in gl.static_range(DEPTH):
-        if lo + ahead < hi:
-            page = gl.load(table + (lo + ahead) * KB // PAGE)
-            inside = (lo + ahead) * KB % PAGE
-            _fetch_k(
-                ahead, page, inside, k_desc, scales, ring, (ks_smem, vs_smem), ready, s_ready, head,
-                strides, KB, SLOTS, True,
-            )  # fmt: skip
-            _fetch_v(ahead, page, inside, v_desc, ring, ready, head, strides, SLOTS)
-    for block in range(lo, hi):
-        count = block - lo
-        item = 2 * count
-        further = block + DEPTH
-        page = gl.load(table + gl.minimum(further, hi - 1) * KB // PAGE)
-        inside = further * KB % PAGE
-        v_slot = (item + 1) % SLOTS
-        mbarrier.wait(ready.index(v_slot), ((item + 1) // SLOTS) & 1)
-        v = ring.index(v_slot).load(LAYOUT).to(gl.float16)
-        if (block + 1) * KB > end:
-            # Rows past the end may hold NaN, and 0 x NaN would reach every output.
-            row = block * KB + gl.arange(0, KB, gl.SliceLayout(1, LAYOUT))
-            v = gl.where((row < end)[:, None], v, 0.0)
-        mbarrier.wait(v16_free, (count & 1) ^ 1)
-        v16_smem.store(v)
-        fence_async_shared()
-        mbarrier.arrive(v16_ready, count=1)
-        if further < hi:
-            _fetch_v(count + DEPTH, page, inside, v_desc, ring, ready, head, strides, SLOTS)
-            mbarrier.wait(free.index(item % SLOTS), (item // SLOTS) & 1)
-            _fetch_k(
-                count + DEPTH, page, inside, k_desc, scales, ring, (ks_smem, vs_smem), ready, s_ready, head,
-                strides, KB, SLOTS, True,
-            )  # fmt: skip
-
-
-@gluon.jit
 def attention_decode_hopper_kernel(
-    k_desc, v_desc, q_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, out_ptr, lse_ptr,
+    k_desc, k_desc_half, k_desc_quarter, v_desc, v_desc_half, v_desc_quarter,
+    q_ptr, out_ptr, out_scale_ptr, lse_ptr,
     part_acc_ptr, part_m_ptr, part_l_ptr, block_table, context_lens, table_width, factor, max_splits,
-    k_page, k_head, k_column, v_page, v_head, v_column,
-    ks_page, ks_row, ks_head, vs_page, vs_row, vs_head,
+    scale_stride_t, scale_stride_g, k_page, k_head, k_column, v_page, v_head, v_column,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, KB: gl.constexpr,
     SPLIT_BLOCKS: gl.constexpr, SPLITS: gl.constexpr, PAGE: gl.constexpr, SLOTS: gl.constexpr,
-    FP8: gl.constexpr, FEEDER_REGS: gl.constexpr,
+    FEEDER_REGS: gl.constexpr, QUANTIZE: gl.constexpr,
 ):  # fmt: skip
-    """Grid (B x G, ceil(splits / SPLITS)). Page strides count rows of the descriptors."""
+    """Grid (B x G, ceil(splits / SPLITS)). Page strides count rows of the descriptors.
+
+    QUANTIZE: `out` holds e4m3 codes, with one scale per token and head (D = 128).
+    """
     GROUP: gl.constexpr = H // G
     index = gl.program_id(0) // G
     head = gl.program_id(0) % G
@@ -346,54 +236,28 @@ def attention_decode_hopper_kernel(
         table = block_table + index.to(gl.int64) * table_width
         DTYPE: gl.constexpr = k_desc.dtype
         BAR: gl.constexpr = mbarrier.MBarrierLayout()
-        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        SCALED: gl.constexpr = SLOTS // 2 + 2
         q_smem = gl.allocate_shared_memory(DTYPE, [ROWS, D], k_desc.layout)
         ring = gl.allocate_shared_memory(DTYPE, [SLOTS, KB, D], k_desc.layout)
-        ks_smem = gl.allocate_shared_memory(gl.float32, [SCALED, KB], FLAT)
-        vs_smem = gl.allocate_shared_memory(gl.float32, [SCALED, KB], FLAT)
         ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
         free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
-        s_ready = gl.allocate_shared_memory(gl.int64, [SCALED, 1], BAR)
-        v16_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-        v16_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
-        mbarrier.init(v16_ready, count=1)
-        mbarrier.init(v16_free, count=1)
         for slot in gl.static_range(SLOTS):
             mbarrier.init(ready.index(slot), count=1)
             mbarrier.init(free.index(slot), count=1)
-        for slot in gl.static_range(SCALED):
-            mbarrier.init(s_ready.index(slot), count=128)
-        pointers = (q_ptr, q_scale_ptr, out_ptr, lse_ptr, part_acc_ptr, part_m_ptr, part_l_ptr)
+        results = (out_ptr, out_scale_ptr, scale_stride_t, scale_stride_g)
+        pointers = (q_ptr, results, lse_ptr, part_acc_ptr, part_m_ptr, part_l_ptr)
         rows = (index, head, end, lo, hi, num_blocks, max_splits, factor)
-        sources = (k_desc, v_desc, (k_scale_ptr, v_scale_ptr))
-        bars = (ready, free, s_ready, v16_ready, v16_free)
-        scale_strides = (ks_page, ks_row, ks_head, vs_page, vs_row, vs_head)
-        strides = ((k_page, k_head, k_column), (v_page, v_head, v_column), scale_strides)
-        if FP8:
-            V16: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-            v16_smem = gl.allocate_shared_memory(gl.float16, [KB, D], V16)
-            data = (ring, v16_smem, ks_smem, vs_smem)
-            consumed = ((q_smem, data, bars), pointers, rows)
-            fed = (sources, data, bars, (table, head, end, lo, hi), strides)
-            gl.warp_specialize(
-                [
-                    (_consume, (consumed, H, GROUP, D, KB, SPLIT_BLOCKS, SPLITS, SLOTS, FP8)),
-                    (_feed_codes, (fed, D, KB, PAGE, SLOTS)),
-                ],
-                [4],
-                [FEEDER_REGS],
-            )
-        else:
-            data = (ring, ring.index(0), ks_smem, vs_smem)
-            consumed = ((q_smem, data, bars), pointers, rows)
-            copied = (ring, ks_smem, vs_smem, ready, free, s_ready)
-            fed = (sources, copied, (table, head, lo, hi), strides)
-            gl.warp_specialize(
-                [
-                    (_consume, (consumed, H, GROUP, D, KB, SPLIT_BLOCKS, SPLITS, SLOTS, FP8)),
-                    (_feed, (fed, KB, PAGE, SLOTS)),
-                ],
-                [1],
-                [FEEDER_REGS],
-            )
+        descs = (
+            (k_desc, k_desc_half, k_desc_quarter),
+            (v_desc, v_desc_half, v_desc_quarter),
+        )
+        strides = ((k_page, k_head, k_column), (v_page, v_head, v_column))
+        consumed = ((q_smem, ring, (ready, free)), pointers, rows)
+        fed = (descs, (ring, ready, free), (table, head, end, lo, hi), strides)
+        gl.warp_specialize(
+            [
+                (_consume, (consumed, H, GROUP, D, KB, SPLIT_BLOCKS, SPLITS, SLOTS, QUANTIZE)),
+                (feed, (fed, KB, PAGE, SLOTS)),
+            ],
+            [1],
+            [FEEDER_REGS],
+        )  # fmt: skip

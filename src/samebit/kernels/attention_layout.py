@@ -133,6 +133,8 @@ class PagedLayout:
     query_starts: int32 [B + 1], first query row of each sequence; None when each has one (decode).
         Output rows of idle slots are left as they are.
     max_query_length, max_context: host-side bounds that fix every grid.
+    order: int32 [B], sequences by falling context, so that decode shares work out evenly; None: as they
+        come. No bits depend on it.
     """
 
     block_table: torch.Tensor
@@ -140,6 +142,7 @@ class PagedLayout:
     query_starts: torch.Tensor | None
     max_query_length: int
     max_context: int
+    order: torch.Tensor | None = None
 
 
 PLAIN_STAGES = 1

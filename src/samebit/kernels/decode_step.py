@@ -72,6 +72,29 @@ def _advance_kernel(
     tl.store(meta_ptr + r * width, position + 1, mask=active)
 
 
+@triton.jit
+def _order_kernel(context_ptr, order_ptr, B, ROWS: tl.constexpr):
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    context = tl.load(context_ptr + r, mask=r < B, other=0)
+    rank = tl.zeros([ROWS], tl.int32)
+    for first in range(0, B, ROWS):
+        j = first + tl.arange(0, ROWS)
+        other = tl.load(context_ptr + j, mask=j < B, other=-1)
+        before = (other[None, :] > context[:, None]) | (
+            (other[None, :] == context[:, None]) & (j[None, :] < r[:, None])
+        )
+        rank += tl.sum((before & (j < B)[None, :]).to(tl.int32), 1)
+    tl.store(order_ptr + rank, r, mask=r < B)
+
+
+def longest_first(contexts_B: torch.Tensor) -> torch.Tensor:
+    """Sequences by falling context, int32 [B]; contexts int32 [B], contiguous."""
+    order = torch.empty_like(contexts_B)
+    B = contexts_B.numel()
+    _order_kernel[(triton.cdiv(B, ROWS),)](contexts_B, order, B, ROWS=ROWS, num_warps=4)
+    return order
+
+
 def prepare(
     meta_BW: torch.Tensor,
     positions_B: torch.Tensor,

@@ -4,7 +4,12 @@ Rows keep their bits whatever the batch, the layout or the tile; what a kernel d
 a ValueError that names it, never another path.
 """
 
-from samebit.kernels._ops_attention import attention, attention_backward, prepare_packed
+from samebit.kernels._ops_attention import (
+    attention,
+    attention_backward,
+    attention_quantize,
+    prepare_packed,
+)
 from samebit.kernels._ops_elementwise import (
     embed,
     embed_backward,
@@ -61,6 +66,7 @@ __all__ = [
     "add_rms_norm_quantize",
     "attention",
     "attention_backward",
+    "attention_quantize",
     "bias_grad",
     "draw",
     "embed",

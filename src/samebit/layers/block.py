@@ -177,13 +177,32 @@ def _attend(
         heads = ops.qk_norm_rope(qkv, rotation, half.gains, spec)
         _tap_heads(half, qkv, heads)
         return (heads, *ops.attention(*heads, call.layout, call.scale, spec))
-    assert not isinstance(call.layout, PackedLayout)
-    slots = call.layout.slots
-    q = ops.qk_norm_rope_store(qkv, rotation, half.gains, spec, call.cache, half.index, slots)
+    q, keys, values = _stored(half, qkv, call.cache)
     if call.tap is not None:
-        _tap_heads(half, qkv, (q, *call.cache.read(half.index, slots)))
-    keys, values = call.cache.keys[half.index], call.cache.values[half.index]
+        assert not isinstance(call.layout, PackedLayout)
+        _tap_heads(half, qkv, (q, *call.cache.read(half.index, call.layout.slots)))
     return (None, *ops.attention(q, keys, values, call.layout, call.scale, spec))
+
+
+def _stored(
+    half: AttentionHalf, qkv: tuple[torch.Tensor, ...], cache: AnyStore
+) -> tuple[Heads, Heads, Heads]:
+    """(Q of these tokens, all keys, all values), after the tokens' own were put into the cache."""
+    call = half.call
+    assert not isinstance(call.layout, PackedLayout)
+    q = call.ops.qk_norm_rope_store(
+        qkv, call.rotation, half.gains, call.attention, cache, half.index, call.layout.slots
+    )
+    return q, cache.keys[half.index], cache.values[half.index]
+
+
+def _attend_cached(half: AttentionHalf, qkv: tuple[torch.Tensor, ...]) -> Operand:
+    """Attention over the cache as the output projection reads it."""
+    call = half.call
+    assert call.cache is not None
+    heads = _stored(half, qkv, call.cache)
+    precision = half.out.spec.lhs
+    return call.ops.attention_quantize(*heads, call.layout, call.scale, call.attention, precision)
 
 
 def _tap_heads(
@@ -218,6 +237,10 @@ class _AttentionHalf(Function):
             call.tap(f"layers.{half.index - 1}.down", total)
         _watch_norm(call, f"{path}.norm_attention", total, operand, half.norm, half.qkv)
         qkv = _multiply_parts(ops, operand, half.qkv)
+        if call.cache is not None and call.tap is None and half.out.observe is None:
+            ctx.half = half
+            keep(ctx, total, aux, *[None] * 10)
+            return total, _multiply(ops, _attend_cached(half, qkv), half.out)
         heads, attended, lse = _attend(half, qkv)
         out_operand = ops.quantize_activation(attended.flatten(1), half.out.spec.lhs)
         _tap_operand(call, f"{path}.attention", attended.flatten(1), out_operand)

@@ -11,6 +11,7 @@ from samebit.reference.embedding import embed, embed_backward
 from samebit.reference.fused import (
     add_rms_norm,
     add_rms_norm_quantize,
+    attention_quantize,
     bias_grad,
     gemm_parts,
     linear_backward,
@@ -49,6 +50,7 @@ __all__ = [
     "add_rms_norm_quantize",
     "attention",
     "attention_backward",
+    "attention_quantize",
     "bias_grad",
     "draw",
     "embed",

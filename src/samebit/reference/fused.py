@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from samebit.layout import PagedLayout
 from samebit.operand import Heads, Operand, QuantizedWeight, Rotation
 from samebit.reference.activation import silu_mul, silu_mul_backward
+from samebit.reference.attention import attention
 from samebit.reference.gemm import gemm, input_grad, weight_grad
 from samebit.reference.norm import residual_add, rms_norm, rms_norm_backward
 from samebit.reference.quantize import quantize_activation, quantize_heads
@@ -58,6 +60,20 @@ def add_rms_norm_quantize(
 def silu_mul_quantize(gate_TF: torch.Tensor, up_TF: torch.Tensor, precision: Precision) -> Operand:
     """silu(gate) * up as a GEMM operand."""
     return quantize_activation(silu_mul(gate_TF, up_TF), precision)
+
+
+def attention_quantize(
+    q_THD: Heads,
+    k_SGD: Heads,
+    v_SGD: Heads,
+    layout: PagedLayout,
+    scale: float,
+    spec: Attention,
+    precision: Precision,
+) -> Operand:
+    """`attention` over a cache, as the operand of the product after it."""
+    out, _ = attention(q_THD, k_SGD, v_SGD, layout, scale, spec)
+    return quantize_activation(out.flatten(1), precision)
 
 
 def qk_norm_rope(
