@@ -13,11 +13,16 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia import hopper as gluon_hopper
 
+from samebit.kernels import sample_hopper
+from samebit.kernels.attention_layout import on_card
 from samebit.kernels.head_restrict import HeadCut
 from samebit.kernels.head_tile import (
     VOCAB_TILE,
     HeadTile,
+    check_operands,
     combine_parts,
     descriptors,
     head_tile,
@@ -30,9 +35,18 @@ from samebit.kernels.quantize_common import NUMERIC_OPTIONS
 from samebit.kernels.sample_noise import gumbel, noise_word
 from samebit.reference.sampling import stream_key
 
+TAKE_TURNS = 64
+"""Tokens above which the warp-specialised kernel draws."""
+
+
+def FORM(T: int) -> tuple[bool, int]:
+    return (True, 6)
+
+
 NO_TOKEN = 2147483647
 """The id drawn from a row of NaN logits."""
 _NONE = tl.constexpr(NO_TOKEN)
+_SWIZZLED = NVMMASharedLayout(128, 16, 2)
 
 
 @triton.jit
@@ -99,12 +113,14 @@ def _sample_combine_kernel(
     lse_ptr,
     T,
     num_vocab_tiles,
+    tile_stride,
+    token_stride,
     TILES: tl.constexpr,
 ):
     t = tl.program_id(0) + tl.arange(0, 1)
     tile = tl.arange(0, TILES)
     inside = (t < T)[:, None] & (tile < num_vocab_tiles)[None, :]
-    offset = tile.to(tl.int64)[None, :] * T + t[:, None]
+    offset = tile.to(tl.int64)[None, :] * tile_stride + t.to(tl.int64)[:, None] * token_stride
     base, total, _, _ = combine_parts(max_ptr, sum_ptr, offset, inside, TILES)
     lse = base + tl.log(total)
     keys = tl.load(key_ptr + offset, mask=inside, other=float("-inf"))
@@ -147,12 +163,77 @@ def sample(
     assert T > 0 and 0 < vocab_size <= V and weight_VK.shape[1] == K
     assert noise_keys_T2.shape == (T, 2) and noise_keys_T2.dtype == torch.int32
     assert noise_keys_T2.is_contiguous()
-    tile = tile or head_tile(T)
-    hidden_desc, weight_desc = descriptors(hidden_TK, weight_VK, tile)
     tiles = triton.cdiv(V, VOCAB_TILE)
-    parts = torch.empty((5, tiles, T), dtype=torch.float32, device=device)
+    if tile is None and T > TAKE_TURNS and on_card(hidden_TK):
+        parts_TV = torch.empty((5, T, tiles), dtype=torch.float32, device=device)
+        _draw_taking_turns(
+            hidden_TK, weight_VK, inverse_temperature_T, noise_keys_T2, vocab_size, cut, parts_TV
+        )
+        return _combined(parts_TV)
+    parts_VT = torch.empty((5, tiles, T), dtype=torch.float32, device=device)
+    _draw(
+        hidden_TK, weight_VK, inverse_temperature_T, noise_keys_T2, vocab_size, cut,
+        tile or head_tile(T), parts_VT,
+    )  # fmt: skip
+    return _combined(parts_VT.transpose(1, 2))
+
+
+def _tensor_map(x: torch.Tensor, rows: int) -> gluon_hopper.TensorDescriptor:
+    """A BF16 matrix in boxes of `rows` rows and one step of K."""
+    block = [rows, sample_hopper.BLOCK_K.value]
+    return gluon_hopper.TensorDescriptor(x, list(x.shape), list(x.stride()), block, _SWIZZLED)
+
+
+def _draw_taking_turns(
+    hidden_TK: torch.Tensor,
+    weight_VK: torch.Tensor,
+    inverse_temperature_T: torch.Tensor,
+    noise_keys_T2: torch.Tensor,
+    vocab_size: int,
+    cut: HeadCut | None,
+    parts: torch.Tensor,
+) -> None:
+    """Fill `parts` FP32 [5, T, tiles] by the kernel whose warp groups take turns."""
+    (T, K), tiles = hidden_TK.shape, parts.shape[2]
+    check_operands(hidden_TK, weight_VK)
+    turns, stages = FORM(T)
+    programs = triton.cdiv(T, 128 if turns else 256) * tiles
+    processors = torch.cuda.get_device_properties(parts.device).multi_processor_count
+    sample_hopper.sample_hopper_kernel[(min(programs, processors),)](  # pyright: ignore[reportIndexIssue]
+        _tensor_map(hidden_TK, 64),
+        _tensor_map(weight_VK, VOCAB_TILE),
+        inverse_temperature_T,
+        inverse_temperature_T if cut is None else cut.logit,
+        inverse_temperature_T if cut is None else cut.id,
+        noise_keys_T2,
+        parts,
+        T,
+        triton.cdiv(K, sample_hopper.BLOCK_K.value),
+        vocab_size,
+        tiles,
+        TURNS=turns,
+        STAGES=stages,
+        RESTRICT=cut is not None,
+        num_warps=4,
+        maxnreg=sample_hopper.REGISTERS,
+        **NUMERIC_OPTIONS,
+    )
+
+
+def _draw(
+    hidden_TK: torch.Tensor,
+    weight_VK: torch.Tensor,
+    inverse_temperature_T: torch.Tensor,
+    noise_keys_T2: torch.Tensor,
+    vocab_size: int,
+    cut: HeadCut | None,
+    tile: HeadTile,
+    parts: torch.Tensor,
+) -> None:
+    """Fill `parts` FP32 [5, tiles, T] by a program a tile."""
+    (T, K), tiles = hidden_TK.shape, parts.shape[1]
+    hidden_desc, weight_desc = descriptors(hidden_TK, weight_VK, tile)
     top, total, key, winner, logit = parts.unbind(0)
-    winner = winner.view(torch.int32)
     _sample_kernel[(triton.cdiv(T, tile.tokens) * tiles,)](
         hidden_desc,
         weight_desc,
@@ -163,7 +244,7 @@ def sample(
         top,
         total,
         key,
-        winner,
+        winner.view(torch.int32),
         logit,
         T,
         K,
@@ -179,11 +260,17 @@ def sample(
         num_stages=tile.num_stages,
         **NUMERIC_OPTIONS,
     )
-    ids = torch.empty((T,), dtype=torch.int32, device=device)
-    logp = torch.empty((T,), dtype=torch.float32, device=device)
+
+
+def _combined(parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(ids, log-probs, log-sum-exps) from parts FP32 [5, T, tiles], any strides."""
+    _, T, tiles = parts.shape
+    top, total, key, winner, logit = parts.unbind(0)
+    ids = torch.empty((T,), dtype=torch.int32, device=parts.device)
+    logp = torch.empty((T,), dtype=torch.float32, device=parts.device)
     lse = torch.empty_like(logp)
     _sample_combine_kernel[(T,)](
-        top, total, key, winner, logit, ids, logp, lse, T, tiles,
-        TILES=triton.next_power_of_2(tiles), num_warps=4, **NUMERIC_OPTIONS,
+        top, total, key, winner.view(torch.int32), logit, ids, logp, lse, T, tiles, top.stride(1),
+        top.stride(0), TILES=triton.next_power_of_2(tiles), num_warps=4, **NUMERIC_OPTIONS,
     )  # fmt: skip
     return ids, logp, lse
