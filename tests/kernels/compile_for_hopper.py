@@ -186,11 +186,19 @@ def head_jobs(every: bool) -> Iterator[Job]:
             with contextlib.suppress(NotImplementedError):  # cuBLAS's part has no CPU form
                 library_ops.library_log_prob_backward(x, dentropy, *args, x, x, logits)
 
+    def in_turns(T: int, cut: HeadCut | None) -> None:
+        hidden, keys = torch.zeros(T, 256, dtype=BF16), torch.zeros(T, 2, dtype=torch.int32)
+        sample(hidden, weight, inverse_temperature(1.0, T, "cpu"), keys, 500, cut=cut)
+
     for T in (16, 32, 512, 8192) if every else (16, 8192):
         if every or T == 16:
             yield f"head {T}", lambda T=T: all_of(T, None)
         if every or T > 16:
             yield f"head {T} restricted", lambda T=T: all_of(T, cut)
+    for T in (128, 256) if every else (128,):
+        yield f"draw {T}", lambda T=T: in_turns(T, None)
+        if every:
+            yield f"draw {T} restricted", lambda T=T: in_turns(T, cut)
     yield "head known normaliser", known_normaliser_of
     yield "library head", library_head
     yield "head backward", lambda: all_of(8192, None, True)
@@ -362,9 +370,9 @@ def main() -> None:
     driver.set_active(HopperTarget())
     JITFunction.run = compile_only
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132)
-    from samebit.kernels import attention, attention_gradient
+    from samebit.kernels import attention, attention_gradient, sample
 
-    attention.on_card = attention_gradient.on_card = lambda x: True
+    attention.on_card = attention_gradient.on_card = sample.on_card = lambda x: True
     makers = (gemm_jobs, attention_jobs, head_jobs, pointwise_jobs, plain_jobs, small_jobs)
     jobs = [job for make in makers for job in make(every)]
     for current, job in jobs[part::parts]:  # noqa: B007

@@ -152,7 +152,7 @@ def sample(
     cut: HeadCut | None = None,
     tile: HeadTile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(token ids int32, log-probs FP32, log-sum-exps FP32), [T] each, one drawn token per row.
+    """(token ids int64, log-probs FP32, log-sum-exps FP32), [T] each, one drawn token per row.
 
     Inputs as in `head_log_prob`, and the noise keys int32 [T, 2] of each row's (seed, sample id,
     position), see `noise_keys`. A row of NaN logits yields id `NO_TOKEN` and a
@@ -266,7 +266,7 @@ def _combined(parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     """(ids, log-probs, log-sum-exps) from parts FP32 [5, T, tiles], any strides."""
     _, T, tiles = parts.shape
     top, total, key, winner, logit = parts.unbind(0)
-    ids = torch.empty((T,), dtype=torch.int32, device=parts.device)
+    ids = torch.empty((T,), dtype=torch.int64, device=parts.device)
     logp = torch.empty((T,), dtype=torch.float32, device=parts.device)
     lse = torch.empty_like(logp)
     _sample_combine_kernel[(T,)](

@@ -291,4 +291,6 @@ def sample_hopper_kernel(
         STAGES,
         RESTRICT,
     )
-    gl.warp_specialize([(_consume, (p, 0)), (_consume, (p, 1)), (_produce, (p,))], [4, 1], [240, 24])
+    gl.warp_specialize(
+        [(_consume, (p, 0)), (_consume, (p, 1)), (_produce, (p,))], [4, 1], [240, 24]
+    )
