@@ -186,23 +186,34 @@ def head_jobs(every: bool) -> Iterator[Job]:
             with contextlib.suppress(NotImplementedError):  # cuBLAS's part has no CPU form
                 library_ops.library_log_prob_backward(x, dentropy, *args, x, x, logits)
 
-    def in_turns(T: int, cut: HeadCut | None) -> None:
-        hidden, keys = torch.zeros(T, 256, dtype=BF16), torch.zeros(T, 2, dtype=torch.int32)
-        sample(hidden, weight, inverse_temperature(1.0, T, "cpu"), keys, 500, cut=cut)
-
     for T in (16, 32, 512, 8192) if every else (16, 8192):
         if every or T == 16:
             yield f"head {T}", lambda T=T: all_of(T, None)
         if every or T > 16:
             yield f"head {T} restricted", lambda T=T: all_of(T, cut)
-    for T in (128, 256) if every else (128,):
-        yield f"draw {T}", lambda T=T: in_turns(T, None)
-        if every:
-            yield f"draw {T} restricted", lambda T=T: in_turns(T, cut)
     yield "head known normaliser", known_normaliser_of
     yield "library head", library_head
     yield "head backward", lambda: all_of(8192, None, True)
     yield "head backward restricted", lambda: all_of(8192, cut, True)
+
+
+def draw_jobs(every: bool) -> Iterator[Job]:
+    """Drawing for more tokens than 64, by warp groups that take turns."""
+    from samebit.kernels.head import inverse_temperature
+    from samebit.kernels.head_restrict import HeadCut
+    from samebit.kernels.sample import sample
+
+    weight = torch.zeros(512, 256, dtype=BF16)
+
+    def draw(T: int, restrict: bool) -> None:
+        hidden, keys = torch.zeros(T, 256, dtype=BF16), torch.zeros(T, 2, dtype=torch.int32)
+        cut = HeadCut(torch.zeros(T), torch.zeros(T, dtype=torch.int32)) if restrict else None
+        sample(hidden, weight, inverse_temperature(1.0, T, "cpu"), keys, 500, cut=cut)
+
+    for T in (128, 256) if every else (128,):
+        yield f"draw {T}", lambda T=T: draw(T, False)
+        if every:
+            yield f"draw {T} restricted", lambda T=T: draw(T, True)
 
 
 def pointwise_jobs(every: bool) -> Iterator[Job]:
@@ -373,7 +384,15 @@ def main() -> None:
     from samebit.kernels import attention, attention_gradient, sample
 
     attention.on_card = attention_gradient.on_card = sample.on_card = lambda x: True
-    makers = (gemm_jobs, attention_jobs, head_jobs, pointwise_jobs, plain_jobs, small_jobs)
+    makers = (
+        gemm_jobs,
+        attention_jobs,
+        head_jobs,
+        draw_jobs,
+        pointwise_jobs,
+        plain_jobs,
+        small_jobs,
+    )
     jobs = [job for make in makers for job in make(every)]
     for current, job in jobs[part::parts]:  # noqa: B007
         job()
