@@ -13,16 +13,13 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia import hopper as gluon_hopper
 
-from samebit.kernels import sample_hopper
+from samebit.kernels import sample_fast
 from samebit.kernels.attention_layout import on_card
 from samebit.kernels.head_restrict import HeadCut
 from samebit.kernels.head_tile import (
     VOCAB_TILE,
     HeadTile,
-    check_operands,
     combine_parts,
     descriptors,
     head_tile,
@@ -35,18 +32,9 @@ from samebit.kernels.quantize_common import NUMERIC_OPTIONS
 from samebit.kernels.sample_noise import gumbel, noise_word
 from samebit.reference.sampling import stream_key
 
-TAKE_TURNS = 64
-"""Tokens above which the warp-specialised kernel draws."""
-
-
-def FORM(T: int) -> tuple[bool, int]:
-    return (True, 6)
-
-
 NO_TOKEN = 2147483647
 """The id drawn from a row of NaN logits."""
 _NONE = tl.constexpr(NO_TOKEN)
-_SWIZZLED = NVMMASharedLayout(128, 16, 2)
 
 
 @triton.jit
@@ -163,61 +151,15 @@ def sample(
     assert T > 0 and 0 < vocab_size <= V and weight_VK.shape[1] == K
     assert noise_keys_T2.shape == (T, 2) and noise_keys_T2.dtype == torch.int32
     assert noise_keys_T2.is_contiguous()
-    tiles = triton.cdiv(V, VOCAB_TILE)
-    if tile is None and T > TAKE_TURNS and on_card(hidden_TK):
-        parts_TV = torch.empty((5, T, tiles), dtype=torch.float32, device=device)
-        _draw_taking_turns(
-            hidden_TK, weight_VK, inverse_temperature_T, noise_keys_T2, vocab_size, cut, parts_TV
-        )
-        return _combined(parts_TV)
-    parts_VT = torch.empty((5, tiles, T), dtype=torch.float32, device=device)
-    _draw(
-        hidden_TK, weight_VK, inverse_temperature_T, noise_keys_T2, vocab_size, cut,
-        tile or head_tile(T), parts_VT,
-    )  # fmt: skip
-    return _combined(parts_VT.transpose(1, 2))
-
-
-def _tensor_map(x: torch.Tensor, rows: int) -> gluon_hopper.TensorDescriptor:
-    """A BF16 matrix in boxes of `rows` rows and one step of K."""
-    block = [rows, sample_hopper.BLOCK_K.value]
-    return gluon_hopper.TensorDescriptor(x, list(x.shape), list(x.stride()), block, _SWIZZLED)
-
-
-def _draw_taking_turns(
-    hidden_TK: torch.Tensor,
-    weight_VK: torch.Tensor,
-    inverse_temperature_T: torch.Tensor,
-    noise_keys_T2: torch.Tensor,
-    vocab_size: int,
-    cut: HeadCut | None,
-    parts: torch.Tensor,
-) -> None:
-    """Fill `parts` FP32 [5, T, tiles] by the kernel whose warp groups take turns."""
-    (T, K), tiles = hidden_TK.shape, parts.shape[2]
-    check_operands(hidden_TK, weight_VK)
-    turns, stages = FORM(T)
-    programs = triton.cdiv(T, 128 if turns else 256) * tiles
-    processors = torch.cuda.get_device_properties(parts.device).multi_processor_count
-    sample_hopper.sample_hopper_kernel[(min(programs, processors),)](  # pyright: ignore[reportIndexIssue]
-        _tensor_map(hidden_TK, 64),
-        _tensor_map(weight_VK, VOCAB_TILE),
-        inverse_temperature_T,
-        inverse_temperature_T if cut is None else cut.logit,
-        inverse_temperature_T if cut is None else cut.id,
-        noise_keys_T2,
-        parts,
-        T,
-        triton.cdiv(K, sample_hopper.BLOCK_K.value),
-        vocab_size,
-        tiles,
-        TURNS=turns,
-        STAGES=stages,
-        RESTRICT=cut is not None,
-        num_warps=4,
-        maxnreg=sample_hopper.REGISTERS,
-        **NUMERIC_OPTIONS,
-    )
+    inputs = (hidden_TK, weight_VK, inverse_temperature_T, noise_keys_T2, vocab_size, cut)
+    tiles, form = triton.cdiv(V, VOCAB_TILE), sample_fast.form(T)
+    if tile is None and form is not None and on_card(hidden_TK):
+        parts = torch.empty((5, T, tiles), dtype=torch.float32, device=device)
+        sample_fast.draw(*inputs, form, parts)
+    else:
+        parts = torch.empty((5, tiles, T), dtype=torch.float32, device=device).transpose(1, 2)
+        _draw(*inputs, tile or head_tile(T), parts)
+    return _combined(parts)
 
 
 def _draw(
@@ -230,8 +172,8 @@ def _draw(
     tile: HeadTile,
     parts: torch.Tensor,
 ) -> None:
-    """Fill `parts` FP32 [5, tiles, T] by a program a tile."""
-    (T, K), tiles = hidden_TK.shape, parts.shape[1]
+    """Fill `parts` FP32 [5, T, tiles], stored tile by tile, with a program a tile."""
+    (T, K), tiles = hidden_TK.shape, parts.shape[2]
     hidden_desc, weight_desc = descriptors(hidden_TK, weight_VK, tile)
     top, total, key, winner, logit = parts.unbind(0)
     _sample_kernel[(triton.cdiv(T, tile.tokens) * tiles,)](

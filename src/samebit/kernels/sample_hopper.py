@@ -20,6 +20,8 @@ from triton.language.core import _aggregate as aggregate
 from samebit.kernels.head_tile import vocab_sum
 from samebit.kernels.sample_noise import gumbel, noise_word
 
+STRIP = gl.constexpr(64)
+"""Tokens of a wgmma."""
 VOCAB = gl.constexpr(128)
 BLOCK_K = gl.constexpr(64)
 REGISTERS = 168
@@ -74,14 +76,14 @@ def strips(TURNS):
 
 @gluon.jit
 def _tiles(p):
-    return gl.cdiv(p.T, 64 * strips(p.TURNS)) * p.vocab_tiles
+    return gl.cdiv(p.T, STRIP * strips(p.TURNS)) * p.vocab_tiles
 
 
 @gluon.jit
 def _place(p, tile):
     """(first token, vocabulary tile). The token tiles of one vocabulary tile run side by side, and
     turn with it, so that no program gets the short last token tile every time."""
-    TOKENS: gl.constexpr = 64 * strips(p.TURNS)
+    TOKENS: gl.constexpr = STRIP * strips(p.TURNS)
     token_tiles = gl.cdiv(p.T, TOKENS)
     vocab_tile = tile // token_tiles
     turn = vocab_tile // gl.maximum(gl.num_programs(0) // token_tiles, 1)
@@ -105,7 +107,7 @@ def _produce(p):
     phase = gl.to_tensor(1)
     for tile in range(gl.program_id(0), _tiles(p), gl.num_programs(0)):
         token, vocab_tile = _place(p, tile)
-        held = gl.minimum(gl.cdiv(p.T - token, 64), STRIPS)
+        held = gl.minimum(gl.cdiv(p.T - token, STRIP), STRIPS)
         for k in range(p.steps):
             mbarrier.wait(p.empty.index(stage), phase)
             bar = p.full.index(stage)
@@ -117,7 +119,7 @@ def _produce(p):
             for i in gl.static_range(STRIPS):
                 hidden = p.hidden_bufs.index(STRIPS * stage + i)
                 tma.async_copy_global_to_shared(
-                    p.hidden_desc, [token + 64 * i, at], bar, hidden, pred=held > i
+                    p.hidden_desc, [token + STRIP * i, at], bar, hidden, pred=held > i
                 )
             stage, phase = _advance(stage, phase, p.STAGES)
 
@@ -206,7 +208,7 @@ def _winner(key, ids, z):
 @gluon.jit
 def _draw_strip(p, acc, token, vocab_tile):
     """Store the parts of 64 tokens and 128 ids: max, sum of exponentials, best key, its id and logit."""
-    row = token + gl.arange(0, 64, _ROW)
+    row = token + gl.arange(0, STRIP, _ROW)
     rows = row < p.T
     column = gl.arange(0, VOCAB, gl.SliceLayout(0, _LAYOUT))
     ids = gl.expand_dims(vocab_tile * VOCAB + column, 0)
@@ -245,19 +247,19 @@ def _consume(p, WHICH: gl.constexpr):
     start = gl.program_id(0) + count * gl.num_programs(0)
     for tile in range(start, _tiles(p), STEP * gl.num_programs(0)):
         token, vocab_tile = _place(p, tile)
-        token += 64 * FIRST
+        token += STRIP * FIRST
         done = count * p.steps
         stage = done % p.STAGES
         phase = done // p.STAGES & 1
-        acc = gl.zeros([64, VOCAB], gl.float32, _LAYOUT)
+        acc = gl.zeros([STRIP, VOCAB], gl.float32, _LAYOUT)
         other = acc
-        held = gl.minimum(gl.cdiv(p.T - token, 64), 2)
+        held = gl.minimum(gl.cdiv(p.T - token, STRIP), 2)
         if held == 2:
             acc, other = _two_strips(p, acc, other, stage, phase, FIRST)
         else:
             acc = _one_strip(p, acc, stage, phase, FIRST)
         for strip in range(held):
-            _draw_strip(p, acc, token + strip * 64, vocab_tile)
+            _draw_strip(p, acc, token + strip * STRIP, vocab_tile)
             acc = other
         count += STEP
 
@@ -270,7 +272,7 @@ def sample_hopper_kernel(
 ):  # fmt: skip
     """Two consumers and a producer over a persistent grid of tiles; parts FP32 [5, T, vocab tiles]."""
     hidden_bufs = gl.allocate_shared_memory(
-        hidden_desc.dtype, [strips(TURNS) * STAGES, 64, BLOCK_K], hidden_desc.layout
+        hidden_desc.dtype, [strips(TURNS) * STAGES, STRIP, BLOCK_K], hidden_desc.layout
     )
     weight_bufs = gl.allocate_shared_memory(
         weight_desc.dtype, [STAGES, VOCAB, BLOCK_K], weight_desc.layout
