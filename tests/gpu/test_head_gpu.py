@@ -8,7 +8,7 @@ if not torch.cuda.is_available():
 from samebit.kernels import ops
 from samebit.kernels.head import HeadParts, head_log_prob, inverse_temperature
 from samebit.kernels.head_backward import HeadGradient, head_log_prob_backward
-from samebit.kernels.head_restrict import head_cut, scaled_logits
+from samebit.kernels.head_restrict import HeadCut, head_cut, scaled_logits
 from samebit.kernels.head_tile import HeadTile, head_tile
 from samebit.kernels.sample import noise_keys, sample
 from samebit.operand import allocate_weight
@@ -55,6 +55,27 @@ def test_sampled_log_probs_equal_the_trained_ones(K, V, vocab):
     noise = gumbel_noise([stream_key(*c) for c in counters[:64]], vocab, hidden.device)
     noise[inverse[:64] == 0] = 0.0
     assert torch.equal((z[:64] + noise).argmax(-1), drawn[:64])
+
+
+@pytest.mark.parametrize(("K", "V", "vocab"), [(576, 50257, 50257), (1000, 9000, 8897)])
+@pytest.mark.parametrize("restricted", [False, True])
+def test_both_kernels_of_the_sampler_give_the_same_bits(K, V, vocab, restricted):
+    T = 1100
+    hidden, weight = problem(T, K, V)
+    weight[V // 2 : V // 2 + 40] = weight[:40]  # equal keys of greedy tokens
+    hidden[7], hidden[70, 3] = float("nan"), float("inf")
+    inverse = inverse_temperature(0.8, T, "cuda")
+    inverse[::3] = 0.0
+    keys = noise_keys([(11, i, i + 9) for i in range(T)], "cuda")
+    cut = HeadCut(torch.randn(T, device="cuda"), keys[:, 0] % V) if restricted else None
+    plain = sample(hidden, weight, inverse, keys, vocab, cut=cut, tile=HeadTile(64, False, 4, 4))
+    for rows in (65, 100, 128, 129, 192, 193, 256, 257, 300, 512, 1100):
+        for start in {0, (T - rows) // 2}:
+            part = slice(start, start + rows)
+            own = None if cut is None else HeadCut(cut.logit[part], cut.id[part])
+            drawn = sample(hidden[part], weight, inverse[part], keys[part], vocab, cut=own)
+            for a, b in zip(drawn, plain, strict=True):
+                assert torch.equal(a.view(torch.int32), b[part].view(torch.int32)), rows
 
 
 @pytest.mark.parametrize("one_pass", [False, True])
