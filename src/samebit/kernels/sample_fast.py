@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,7 @@ class Form:
 
     turns: bool
     stages: int
+    hold: int = 1
 
 
 def form(T: int) -> Form | None:
@@ -62,6 +64,8 @@ def draw(
     """Fill contiguous `parts` FP32 [5, T, tiles]; inputs as in `sample`."""
     (T, K), tiles = hidden_TK.shape, parts.shape[2]
     check_operands(hidden_TK, weight_VK)
+    steps = triton.cdiv(K, BLOCK_K.value)
+    hold = math.gcd(form.hold, steps)
     programs = triton.cdiv(T, STRIP.value * strips(form.turns)) * tiles
     processors = torch.cuda.get_device_properties(parts.device).multi_processor_count
     sample_hopper_kernel[(min(programs, processors),)](  # pyright: ignore[reportIndexIssue]
@@ -73,11 +77,12 @@ def draw(
         noise_keys_T2,
         parts,
         T,
-        triton.cdiv(K, BLOCK_K.value),
+        steps // hold,
         vocab_size,
         tiles,
         TURNS=form.turns,
-        STAGES=form.stages,
+        STAGES=form.stages * form.hold // hold,
+        HOLD=hold,
         RESTRICT=cut is not None,
         num_warps=4,
         maxnreg=REGISTERS,

@@ -53,10 +53,11 @@ class Draw:
     empty: gl.shared_memory_descriptor
     TURNS: gl.constexpr
     STAGES: gl.constexpr
+    HOLD: gl.constexpr  # steps of K a stage holds
     RESTRICT: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, descs, ptrs, sizes, bufs, bars, TURNS, STAGES, RESTRICT):  # fmt: skip
+    def __init__(self, descs, ptrs, sizes, bufs, bars, TURNS, STAGES, HOLD, RESTRICT):  # fmt: skip
         self.hidden_desc, self.weight_desc = descs
         self.inverse_ptr, self.cut_ptr, self.cut_id_ptr = ptrs[0], ptrs[1], ptrs[2]
         self.noise_key_ptr, self.parts_ptr = ptrs[3], ptrs[4]
@@ -65,6 +66,7 @@ class Draw:
         self.full, self.empty = bars
         self.TURNS = gl.constexpr(TURNS)
         self.STAGES = gl.constexpr(STAGES)
+        self.HOLD = gl.constexpr(HOLD)
         self.RESTRICT = gl.constexpr(RESTRICT)
 
 
@@ -112,65 +114,66 @@ def _produce(p):
             mbarrier.wait(p.empty.index(stage), phase)
             bar = p.full.index(stage)
             for i in gl.static_range(1, STRIPS + 1):
-                mbarrier.expect(bar, BYTES + i * STRIP_BYTES, pred=held == i)
-            at = k * BLOCK_K
-            weight = p.weight_bufs.index(stage)
-            tma.async_copy_global_to_shared(p.weight_desc, [vocab_tile * VOCAB, at], bar, weight)
-            for i in gl.static_range(STRIPS):
-                hidden = p.hidden_bufs.index(STRIPS * stage + i)
+                mbarrier.expect(bar, p.HOLD * (BYTES + i * STRIP_BYTES), pred=held == i)
+            for j in gl.static_range(p.HOLD):
+                slot = stage * p.HOLD + j
+                at = (k * p.HOLD + j) * BLOCK_K
+                weight = p.weight_bufs.index(slot)
                 tma.async_copy_global_to_shared(
-                    p.hidden_desc, [token + STRIP * i, at], bar, hidden, pred=held > i
+                    p.weight_desc, [vocab_tile * VOCAB, at], bar, weight
                 )
+                for i in gl.static_range(STRIPS):
+                    hidden = p.hidden_bufs.index(STRIPS * slot + i)
+                    tma.async_copy_global_to_shared(
+                        p.hidden_desc, [token + STRIP * i, at], bar, hidden, pred=held > i
+                    )
             stage, phase = _advance(stage, phase, p.STAGES)
 
 
 @gluon.jit
-def _mma(p, stage, STRIP: gl.constexpr, acc, use_acc):
-    hidden = p.hidden_bufs.index(strips(p.TURNS) * stage + STRIP)
-    weight = p.weight_bufs.index(stage).permute((1, 0))
+def _mma(p, slot, WHICH: gl.constexpr, acc, use_acc):
+    hidden = p.hidden_bufs.index(strips(p.TURNS) * slot + WHICH)
+    weight = p.weight_bufs.index(slot).permute((1, 0))
     return warpgroup_mma(hidden, weight, acc, use_acc=use_acc, is_async=True)
 
 
 @gluon.jit
-def _two_strips(p, acc, other, stage, phase, FIRST: gl.constexpr):
-    """Both strips' FP32 dot products of a tile; one stage's products in flight behind the next."""
+def _stage(
+    p, acc, other, stage, phase, FIRST: gl.constexpr, COUNT: gl.constexpr, START: gl.constexpr
+):
+    """Add a stage's products of COUNT strips; only those of its last step are left in flight."""
     mbarrier.wait(p.full.index(stage), phase)
-    first = _mma(p, stage, FIRST, acc, False)
-    second = _mma(p, stage, FIRST + 1, other, False)
-    acc, other = warpgroup_mma_wait(2, deps=(first, second))
-    last = stage
-    stage, phase = _advance(stage, phase, p.STAGES)
-    for _ in range(1, p.steps):
-        mbarrier.wait(p.full.index(stage), phase)
-        first = _mma(p, stage, FIRST, acc, True)
-        second = _mma(p, stage, FIRST + 1, other, True)
-        acc, other = warpgroup_mma_wait(2, deps=(first, second))
-        mbarrier.arrive(p.empty.index(last), count=1)
-        last = stage
-        stage, phase = _advance(stage, phase, p.STAGES)
-    acc, other = warpgroup_mma_wait(0, deps=(acc, other))
-    mbarrier.arrive(p.empty.index(last), count=1)
+    first = acc
+    second = other
+    for j in gl.static_range(p.HOLD):
+        slot = stage * p.HOLD + j
+        first = _mma(p, slot, FIRST, first, not START or j > 0)
+        if COUNT == 2:
+            second = _mma(p, slot, FIRST + 1, second, not START or j > 0)
+    if COUNT == 2:
+        acc, other = warpgroup_mma_wait(2 * p.HOLD, deps=(first, second))
+    else:
+        acc = warpgroup_mma_wait(p.HOLD, deps=(first,))
     return acc, other
 
 
 @gluon.jit
-def _one_strip(p, acc, stage, phase, FIRST: gl.constexpr):
-    """The same of a tile with 64 tokens or fewer."""
-    mbarrier.wait(p.full.index(stage), phase)
-    first = _mma(p, stage, FIRST, acc, False)
-    acc = warpgroup_mma_wait(1, deps=(first,))
+def _products(p, acc, other, stage, phase, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """FP32 dot products of COUNT strips; a stage is given back when the next one's are under way."""
+    acc, other = _stage(p, acc, other, stage, phase, FIRST, COUNT, True)
     last = stage
     stage, phase = _advance(stage, phase, p.STAGES)
     for _ in range(1, p.steps):
-        mbarrier.wait(p.full.index(stage), phase)
-        first = _mma(p, stage, FIRST, acc, True)
-        acc = warpgroup_mma_wait(1, deps=(first,))
+        acc, other = _stage(p, acc, other, stage, phase, FIRST, COUNT, False)
         mbarrier.arrive(p.empty.index(last), count=1)
         last = stage
         stage, phase = _advance(stage, phase, p.STAGES)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
+    if COUNT == 2:
+        acc, other = warpgroup_mma_wait(0, deps=(acc, other))
+    else:
+        acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(p.empty.index(last), count=1)
-    return acc
+    return acc, other
 
 
 @gluon.jit
@@ -255,9 +258,9 @@ def _consume(p, WHICH: gl.constexpr):
         other = acc
         held = gl.minimum(gl.cdiv(p.T - token, STRIP), 2)
         if held == 2:
-            acc, other = _two_strips(p, acc, other, stage, phase, FIRST)
+            acc, other = _products(p, acc, other, stage, phase, FIRST, 2)
         else:
-            acc = _one_strip(p, acc, stage, phase, FIRST)
+            acc, other = _products(p, acc, other, stage, phase, FIRST, 1)
         for strip in range(held):
             _draw_strip(p, acc, token + strip * STRIP, vocab_tile)
             acc = other
@@ -268,14 +271,14 @@ def _consume(p, WHICH: gl.constexpr):
 def sample_hopper_kernel(
     hidden_desc, weight_desc, inverse_temperature_ptr, cut_ptr, cut_id_ptr, noise_key_ptr,
     parts_ptr, T, steps, vocab_size, vocab_tiles, TURNS: gl.constexpr, STAGES: gl.constexpr,
-    RESTRICT: gl.constexpr,
+    HOLD: gl.constexpr, RESTRICT: gl.constexpr,
 ):  # fmt: skip
     """Two consumers and a producer over a persistent grid of tiles; parts FP32 [5, T, vocab tiles]."""
     hidden_bufs = gl.allocate_shared_memory(
-        hidden_desc.dtype, [strips(TURNS) * STAGES, STRIP, BLOCK_K], hidden_desc.layout
+        hidden_desc.dtype, [strips(TURNS) * STAGES * HOLD, STRIP, BLOCK_K], hidden_desc.layout
     )
     weight_bufs = gl.allocate_shared_memory(
-        weight_desc.dtype, [STAGES, VOCAB, BLOCK_K], weight_desc.layout
+        weight_desc.dtype, [STAGES * HOLD, VOCAB, BLOCK_K], weight_desc.layout
     )
     # 256 bytes each: the copy engine needs what lies behind them aligned to 128 bytes
     full = gl.allocate_shared_memory(gl.int64, [32, 1], mbarrier.MBarrierLayout())
@@ -291,6 +294,7 @@ def sample_hopper_kernel(
         (full, empty),
         TURNS,
         STAGES,
+        HOLD,
         RESTRICT,
     )
     gl.warp_specialize(
