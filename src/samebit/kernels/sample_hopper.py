@@ -51,6 +51,7 @@ class Draw:
     weight_bufs: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+    turn: gl.shared_memory_descriptor
     TURNS: gl.constexpr
     STAGES: gl.constexpr
     HOLD: gl.constexpr  # steps of K a stage holds
@@ -63,7 +64,7 @@ class Draw:
         self.noise_key_ptr, self.parts_ptr = ptrs[3], ptrs[4]
         self.T, self.steps, self.vocab_size, self.vocab_tiles = sizes
         self.hidden_bufs, self.weight_bufs = bufs
-        self.full, self.empty = bars
+        self.full, self.empty, self.turn = bars
         self.TURNS = gl.constexpr(TURNS)
         self.STAGES = gl.constexpr(STAGES)
         self.HOLD = gl.constexpr(HOLD)
@@ -158,7 +159,9 @@ def _stage(
 
 
 @gluon.jit
-def _products(p, acc, other, stage, phase, FIRST: gl.constexpr, COUNT: gl.constexpr):
+def _products(
+    p, acc, other, stage, phase, WHICH: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr
+):
     """FP32 dot products of COUNT strips; a stage is given back when the next one's are under way."""
     acc, other = _stage(p, acc, other, stage, phase, FIRST, COUNT, True)
     last = stage
@@ -168,6 +171,8 @@ def _products(p, acc, other, stage, phase, FIRST: gl.constexpr, COUNT: gl.conste
         mbarrier.arrive(p.empty.index(last), count=1)
         last = stage
         stage, phase = _advance(stage, phase, p.STAGES)
+    if p.TURNS:
+        mbarrier.arrive(p.turn.index(1 - WHICH), count=1)
     if COUNT == 2:
         acc, other = warpgroup_mma_wait(0, deps=(acc, other))
     else:
@@ -257,10 +262,14 @@ def _consume(p, WHICH: gl.constexpr):
         acc = gl.zeros([STRIP, VOCAB], gl.float32, _LAYOUT)
         other = acc
         held = gl.minimum(gl.cdiv(p.T - token, STRIP), 2)
+        if p.TURNS:
+            # A stage's barrier tells odd phases from even ones only: whoever waits for it must be no
+            # more than a phase behind, so wait first until the other one's last stage is there.
+            mbarrier.wait(p.turn.index(WHICH), (count // 2 + 1 - WHICH) & 1)
         if held == 2:
-            acc, other = _products(p, acc, other, stage, phase, FIRST, 2)
+            acc, other = _products(p, acc, other, stage, phase, WHICH, FIRST, 2)
         else:
-            acc, other = _products(p, acc, other, stage, phase, FIRST, 1)
+            acc, other = _products(p, acc, other, stage, phase, WHICH, FIRST, 1)
         for strip in range(held):
             _draw_strip(p, acc, token + strip * STRIP, vocab_tile)
             acc = other
@@ -283,6 +292,9 @@ def sample_hopper_kernel(
     # 256 bytes each: the copy engine needs what lies behind them aligned to 128 bytes
     full = gl.allocate_shared_memory(gl.int64, [32, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [32, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [32, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(turn.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1 if TURNS else 2)
@@ -291,7 +303,7 @@ def sample_hopper_kernel(
         (inverse_temperature_ptr, cut_ptr, cut_id_ptr, noise_key_ptr, parts_ptr),
         (gl.to_tensor(T), gl.to_tensor(steps), gl.to_tensor(vocab_size), gl.to_tensor(vocab_tiles)),
         (hidden_bufs, weight_bufs),
-        (full, empty),
+        (full, empty, turn),
         TURNS,
         STAGES,
         HOLD,
