@@ -10,7 +10,7 @@ from samebit.kernels.head import HeadParts, head_log_prob, inverse_temperature
 from samebit.kernels.head_backward import HeadGradient, head_log_prob_backward
 from samebit.kernels.head_restrict import HeadCut, head_cut, scaled_logits
 from samebit.kernels.head_tile import HeadTile, head_tile
-from samebit.kernels.sample import noise_keys, sample
+from samebit.kernels.sample import draw_tile, noise_keys, sample
 from samebit.operand import allocate_weight
 from samebit.reference.sampling import Transform, gumbel_noise, stream_key, transform_logits
 from samebit.spec import Precision
@@ -59,7 +59,7 @@ def test_sampled_log_probs_equal_the_trained_ones(K, V, vocab):
 
 @pytest.mark.parametrize(("K", "V", "vocab"), [(576, 50257, 50257), (1000, 9000, 8897)])
 @pytest.mark.parametrize("restricted", [False, True])
-def test_every_tile_of_the_sampler_draws_the_same(K, V, vocab, restricted):
+def test_every_tile_and_kernel_of_the_sampler_draws_the_same(K, V, vocab, restricted):
     T = 1100
     hidden, weight = problem(T, K, V)
     weight[V // 2 : V // 2 + 40] = weight[:40]  # equal keys of greedy tokens
@@ -69,11 +69,15 @@ def test_every_tile_of_the_sampler_draws_the_same(K, V, vocab, restricted):
     keys = noise_keys([(11, i, i + 9) for i in range(T)], "cuda")
     cut = HeadCut(torch.randn(T, device="cuda"), keys[:, 0] % V) if restricted else None
     plain = sample(hidden, weight, inverse, keys, vocab, cut=cut, tile=HeadTile(64, False, 4, 4))
-    for rows in (1, 33, 65, 96, 128, 129, 192, 193, 256, 300, 384, 512, 513, 1100):
-        part = slice((T - rows) // 2, (T - rows) // 2 + rows)
-        own = None if cut is None else HeadCut(cut.logit[part], cut.id[part])
-        drawn = sample(hidden[part], weight, inverse[part], keys[part], vocab, cut=own)
-        assert all(same_bits(a, b[part]) for a, b in zip(drawn, plain, strict=True)), rows
+    for rows in (1, 33, 65, 96, 128, 129, 192, 193, 256, 257, 300, 384, 512, 513, 1100):
+        for chosen in (None, draw_tile(rows)):
+            part = slice((T - rows) // 2, (T - rows) // 2 + rows)
+            own = None if cut is None else HeadCut(cut.logit[part], cut.id[part])
+            drawn = sample(
+                hidden[part], weight, inverse[part], keys[part], vocab, cut=own, tile=chosen
+            )
+            for a, b in zip(drawn, plain, strict=True):
+                assert torch.equal(a.view(torch.int32), b[part].view(torch.int32)), (rows, chosen)
 
 
 @pytest.mark.parametrize("one_pass", [False, True])

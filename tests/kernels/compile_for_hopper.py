@@ -203,6 +203,25 @@ def head_jobs(every: bool) -> Iterator[Job]:
     yield "head backward restricted", lambda: all_of(8192, cut, True)
 
 
+def draw_jobs(every: bool) -> Iterator[Job]:
+    """Drawing for more tokens than 64, by warp groups that take turns."""
+    from samebit.kernels.head import inverse_temperature
+    from samebit.kernels.head_restrict import HeadCut
+    from samebit.kernels.sample import sample
+
+    weight = torch.zeros(512, 256, dtype=BF16)
+
+    def draw(T: int, restrict: bool) -> None:
+        hidden, keys = torch.zeros(T, 256, dtype=BF16), torch.zeros(T, 2, dtype=torch.int32)
+        cut = HeadCut(torch.zeros(T), torch.zeros(T, dtype=torch.int32)) if restrict else None
+        sample(hidden, weight, inverse_temperature(1.0, T, "cpu"), keys, 500, cut=cut)
+
+    for T in (128, 256) if every else (128,):
+        yield f"draw {T}", lambda T=T: draw(T, False)
+        if every:
+            yield f"draw {T} restricted", lambda T=T: draw(T, True)
+
+
 def pointwise_jobs(every: bool) -> Iterator[Job]:
     from samebit.formats import E4M3 as E4M3_FORMAT
     from samebit.formats import INT8
@@ -375,11 +394,13 @@ def main() -> None:
     driver.set_active(HopperTarget())
     JITFunction.run = compile_only
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132)
-    from samebit.kernels import attention, attention_decode_launch, attention_gradient
+    from samebit.kernels import attention, attention_decode_launch, attention_gradient, sample
 
-    for module in (attention, attention_gradient, attention_decode_launch):
+    for module in (attention, attention_gradient, attention_decode_launch, sample):
         module.on_card = lambda x: True
-    makers = (gemm_jobs, attention_jobs, head_jobs, pointwise_jobs, plain_jobs, small_jobs)
+    makers = (
+        gemm_jobs, attention_jobs, head_jobs, draw_jobs, pointwise_jobs, plain_jobs, small_jobs,
+    )  # fmt: skip
     jobs = [job for make in makers for job in make(every)]
     for current, job in jobs[part::parts]:  # noqa: B007
         job()

@@ -145,4 +145,4 @@ def draw(
     hidden_TK = hidden_TK.contiguous()
     inverse, cut = _distribution(hidden_TK, head, vocabulary, transform)
     ids, logp, _ = draw_tokens(hidden_TK, head.codes, inverse, keys_T2, vocabulary, cut=cut)
-    return ids.long(), logp
+    return ids, logp

@@ -57,17 +57,22 @@ def head_tile(T: int) -> HeadTile:
 def descriptors(
     hidden_TK: torch.Tensor, weight_VK: torch.Tensor, tile: HeadTile
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Tensor-map descriptors of the two operands; their rows must start at whole 16 bytes."""
+    """Tensor-map descriptors of the two operands."""
+    check_operands(hidden_TK, weight_VK)
+    return (
+        TensorDescriptor.from_tensor(hidden_TK, [tile.tokens, tile.block_k]),
+        TensorDescriptor.from_tensor(weight_VK, [VOCAB_TILE, tile.block_k]),
+    )
+
+
+def check_operands(hidden_TK: torch.Tensor, weight_VK: torch.Tensor) -> None:
+    """ValueError unless the copy engine can address both: rows start at whole 16 bytes."""
     for name, x in (("hidden", hidden_TK), ("weight", weight_VK)):
         if x.dtype != torch.bfloat16 or x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
             raise ValueError(
                 f"head: {name} must be BF16 with 16-byte aligned rows, got {x.dtype}, strides "
                 f"{x.stride()}; pad the width to a multiple of 8"
             )
-    return (
-        TensorDescriptor.from_tensor(hidden_TK, [tile.tokens, tile.block_k]),
-        TensorDescriptor.from_tensor(weight_VK, [VOCAB_TILE, tile.block_k]),
-    )
 
 
 @triton.jit

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from samebit.kernels import sample_fast
+from samebit.kernels.attention_layout import on_card
 from samebit.kernels.head_restrict import HeadCut
 from samebit.kernels.head_tile import (
     VOCAB_TILE,
@@ -99,12 +101,14 @@ def _sample_combine_kernel(
     lse_ptr,
     T,
     num_vocab_tiles,
+    tile_stride,
+    token_stride,
     TILES: tl.constexpr,
 ):
     t = tl.program_id(0) + tl.arange(0, 1)
     tile = tl.arange(0, TILES)
     inside = (t < T)[:, None] & (tile < num_vocab_tiles)[None, :]
-    offset = tile.to(tl.int64)[None, :] * T + t[:, None]
+    offset = tile.to(tl.int64)[None, :] * tile_stride + t.to(tl.int64)[:, None] * token_stride
     base, total, _, _ = combine_parts(max_ptr, sum_ptr, offset, inside, TILES)
     lse = base + tl.log(total)
     keys = tl.load(key_ptr + offset, mask=inside, other=float("-inf"))
@@ -147,7 +151,7 @@ def sample(
     cut: HeadCut | None = None,
     tile: HeadTile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(token ids int32, log-probs FP32, log-sum-exps FP32), [T] each, one drawn token per row.
+    """(token ids int64, log-probs FP32, log-sum-exps FP32), [T] each, one drawn token per row.
 
     Inputs as in `head_log_prob`, and the noise keys int32 [T, 2] of each row's (seed, sample id,
     position), see `noise_keys`. A row of NaN logits yields id `NO_TOKEN` and a
@@ -158,12 +162,31 @@ def sample(
     assert T > 0 and 0 < vocab_size <= V and weight_VK.shape[1] == K
     assert noise_keys_T2.shape == (T, 2) and noise_keys_T2.dtype == torch.int32
     assert noise_keys_T2.is_contiguous()
-    tile = tile or draw_tile(T)
+    inputs = (hidden_TK, weight_VK, inverse_temperature_T, noise_keys_T2, vocab_size, cut)
+    tiles, form = triton.cdiv(V, VOCAB_TILE), sample_fast.form(T)
+    if tile is None and form is not None and on_card(hidden_TK):
+        parts = torch.empty((5, T, tiles), dtype=torch.float32, device=device)
+        sample_fast.draw(*inputs, form, parts)
+    else:
+        parts = torch.empty((5, tiles, T), dtype=torch.float32, device=device).transpose(1, 2)
+        _draw(*inputs, tile or draw_tile(T), parts)
+    return _combined(parts)
+
+
+def _draw(
+    hidden_TK: torch.Tensor,
+    weight_VK: torch.Tensor,
+    inverse_temperature_T: torch.Tensor,
+    noise_keys_T2: torch.Tensor,
+    vocab_size: int,
+    cut: HeadCut | None,
+    tile: HeadTile,
+    parts: torch.Tensor,
+) -> None:
+    """Fill `parts` FP32 [5, T, tiles], stored tile by tile, with a program a tile."""
+    (T, K), tiles = hidden_TK.shape, parts.shape[2]
     hidden_desc, weight_desc = descriptors(hidden_TK, weight_VK, tile)
-    tiles = triton.cdiv(V, VOCAB_TILE)
-    parts = torch.empty((5, tiles, T), dtype=torch.float32, device=device)
     top, total, key, winner, logit = parts.unbind(0)
-    winner = winner.view(torch.int32)
     _sample_kernel[(triton.cdiv(T, tile.tokens) * tiles,)](
         hidden_desc,
         weight_desc,
@@ -174,7 +197,7 @@ def sample(
         top,
         total,
         key,
-        winner,
+        winner.view(torch.int32),
         logit,
         T,
         K,
@@ -190,11 +213,17 @@ def sample(
         num_stages=tile.num_stages,
         **NUMERIC_OPTIONS,
     )
-    ids = torch.empty((T,), dtype=torch.int32, device=device)
-    logp = torch.empty((T,), dtype=torch.float32, device=device)
+
+
+def _combined(parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(ids, log-probs, log-sum-exps) from parts FP32 [5, T, tiles], any strides."""
+    _, T, tiles = parts.shape
+    top, total, key, winner, logit = parts.unbind(0)
+    ids = torch.empty((T,), dtype=torch.int64, device=parts.device)
+    logp = torch.empty((T,), dtype=torch.float32, device=parts.device)
     lse = torch.empty_like(logp)
     _sample_combine_kernel[(T,)](
-        top, total, key, winner, logit, ids, logp, lse, T, tiles,
-        TILES=triton.next_power_of_2(tiles), num_warps=4, **NUMERIC_OPTIONS,
+        top, total, key, winner.view(torch.int32), logit, ids, logp, lse, T, tiles, top.stride(1),
+        top.stride(0), TILES=triton.next_power_of_2(tiles), num_warps=4, **NUMERIC_OPTIONS,
     )  # fmt: skip
     return ids, logp, lse

@@ -19,8 +19,8 @@ from samebit.kernels.quantize_common import NATIVE
 @triton.jit
 def mix(x):
     """murmur3's 32-bit finaliser."""
-    x = (x ^ (x >> 16)) * tl.full((), 0x85EBCA6B, tl.uint32)
-    x = (x ^ (x >> 13)) * tl.full((), 0xC2B2AE35, tl.uint32)
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)
 
 
@@ -31,22 +31,23 @@ def noise_word(ids, low, high):
 
 
 @triton.jit
-def _log(x):
-    """Natural logarithm, the hardware's approximation (about 22 bits of log2)."""
+def _minus_log(x):
+    """-log of normal positive x, the hardware's approximation (about 22 bits of log2)."""
     if NATIVE:
         log2 = tl.inline_asm_elementwise(
-            "lg2.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
-        return log2 * 0.6931471805599453
+        return log2 * -0.6931471805599453
     else:
-        return tl.log(x)
+        return 0.0 - tl.log(x)
 
 
 @triton.jit
 def gumbel(word):
     """The Gumbel variate of a noise word."""
-    top = (word >> 9).to(tl.int32)
-    u = (top.to(tl.float32) + 0.5) * 1.1920928955078125e-07
-    rest = ((8388607 - top).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+    # h + 0.5 and 2^23 - (h + 0.5), exactly: h is the fraction of a float in [2^23, 2^24)
+    half = ((word >> 9) | 0x4B000000).to(tl.float32, bitcast=True) - 8388607.5
+    u = half * 1.1920928955078125e-07
+    rest = (8388608.0 - half) * 1.1920928955078125e-07
     series = rest * (1.0 + rest * (0.5 + rest * (0.3333333333333333 + rest * 0.25)))
-    return -_log(tl.where(rest < 0.015625, series, -_log(u)))
+    return _minus_log(tl.where(rest < 0.015625, series, _minus_log(u)))
