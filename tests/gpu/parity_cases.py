@@ -43,7 +43,7 @@ class Count:
     def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
         """Count the elements of two tensors whose bits differ."""
         assert a.shape == b.shape and a.dtype == b.dtype
-        word = {2: torch.int16, 4: torch.int32}[a.element_size()]
+        word = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
         a, b = (x.contiguous().view(word) for x in (a, b))
         self.compared += a.numel()
         self.differing += int((a != b).sum())

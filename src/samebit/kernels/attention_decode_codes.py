@@ -1,11 +1,11 @@
-"""Attention decode over a paged cache of e4m3 keys and values: two feeders and one consumer warp group.
+"""Attention decode over a paged cache of e4m3 keys and values: a feeder and one consumer warp group.
 
 The same steps and partial results as attention_decode.py, turned: keys and features lie on the M side
 of the products and the few query heads of a group on the N side, because a `wgmma` fills 64 rows but
 as few as 8 columns. So a block's softmax is a few elements a thread and the accumulator a few
 registers. An element of a product has the same bits on either side; a row's sum is read back from
 shared memory in the layout, and so added in the order, that the other kernels have. Values become
-FP16 in a feeder (attention_decode_feed.py). Needs pages of whole key blocks.
+FP16 in the feeder (attention_decode_feed.py). Needs pages of whole key blocks.
 
 A program walks item after item (a head's splits of a sequence), so that the copies of the next are under
 way while one ends. Sequences come by falling context where their order is known.
@@ -24,9 +24,8 @@ from samebit.kernels._quantize_gluon import codes_of, magnitude_bits, scale_from
 from samebit.kernels.attention_block import LN2, PV_LIFT
 from samebit.kernels.attention_decode_feed import (
     blocks_of,
-    convert_codes,
+    feed_codes,
     item_of,
-    load_codes,
     sequence_of,
     turns_of,
 )
@@ -268,7 +267,7 @@ def attention_decode_codes_kernel(
     ks_page, ks_row, ks_head, vs_page, vs_row, vs_head,
     H: gl.constexpr, G: gl.constexpr, N: gl.constexpr, D: gl.constexpr, KB: gl.constexpr,
     SPLIT_BLOCKS: gl.constexpr, SPLITS: gl.constexpr, PAGE: gl.constexpr, SLOTS: gl.constexpr,
-    CONVERTER_REGS: gl.constexpr, LOADER_REGS: gl.constexpr, ORDERED: gl.constexpr, QUANTIZE: gl.constexpr,
+    FEEDER_REGS: gl.constexpr, ORDERED: gl.constexpr, QUANTIZE: gl.constexpr,
 ):  # fmt: skip
     """Grid: at most as many programs as run at once. Page strides count rows of the descriptors.
 
@@ -299,7 +298,7 @@ def attention_decode_codes_kernel(
         mbarrier.init(ready.index(slot), count=1)
         mbarrier.init(free.index(slot), count=1)
     for slot in gl.static_range(SCALED):
-        mbarrier.init(s_ready.index(slot), count=32)
+        mbarrier.init(s_ready.index(slot), count=128)
     results = (out_ptr, out_scale_ptr, scale_stride_t, scale_stride_g)
     pointers = (q_ptr, q_scale_ptr, results, lse_ptr, part_acc_ptr, part_m_ptr, part_l_ptr)
     items = (context_lens, order, num_items, chunks, max_splits, factor)
@@ -315,9 +314,8 @@ def attention_decode_codes_kernel(
     gl.warp_specialize(
         [
             (_consume, (consumed, H, G, N, D, KB, SPLIT_BLOCKS, SPLITS, SLOTS, ORDERED, QUANTIZE)),
-            (convert_codes, (fed, G, D, KB, SPLITS * SPLIT_BLOCKS, SLOTS, ORDERED)),
-            (load_codes, (fed, G, KB, PAGE, SPLITS * SPLIT_BLOCKS, SLOTS, ORDERED)),
+            (feed_codes, (fed, G, D, KB, PAGE, SPLITS * SPLIT_BLOCKS, SLOTS, ORDERED)),
         ],
-        [4, 1],
-        [CONVERTER_REGS, LOADER_REGS],
+        [4],
+        [FEEDER_REGS],
     )

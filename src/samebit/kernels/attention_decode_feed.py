@@ -1,9 +1,8 @@
 """The feeders of attention decode: keys and values of a program's blocks by bulk copies.
 
 Of a sequence's last block only the rows that exist are fetched, in the smallest of three boxes that
-holds them. Codes have two feeders, one that copies and one that makes FP16 of the values; both walk
-item after item (a head's splits of a sequence) without a stop: the copies of the next one's first
-blocks are under way while the consumer ends the one before.
+holds them. The feeder of codes walks several items (a head's splits of a sequence) without a stop: the
+copies of the next one's first blocks are under way while the consumer ends the one before.
 """
 
 from triton.experimental import gluon
@@ -145,79 +144,146 @@ def _values(count, rows, ring, ready, D: gl.constexpr, KB: gl.constexpr, SLOTS: 
 
 
 @gluon.jit
-def load_codes(
-    given, G: gl.constexpr, KB: gl.constexpr, PAGE: gl.constexpr, CHUNK: gl.constexpr,
-    SLOTS: gl.constexpr, ORDERED: gl.constexpr,
+def _advance(
+    cursor, num_items, chunks, tables,
+    G: gl.constexpr, CHUNK: gl.constexpr, KB: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """E4M3: copies of keys, values and scales, as far ahead as there are free slots."""
-    descs, scales = given[0]
-    ring, _, ks_smem, vs_smem = given[1]
-    ready, free, s_ready, _, _ = given[2]
-    block_table, table_width, context_lens, order, num_items, chunks = given[3]
-    strides = given[4]
-    index = sequence_of(0, num_items, order, chunks, G, ORDERED)
-    index1 = sequence_of(1, num_items, order, chunks, G, ORDERED)
-    end = gl.load(context_lens + index)
-    _, _, chunk, _ = item_of(0, num_items, G, chunks)
-    table = block_table + index.to(gl.int64) * table_width
-    page = gl.load(table + chunk * CHUNK * KB // PAGE)
-    count = 0
-    for turn in range(0, turns_of(num_items)):
-        real, _, chunk, head = item_of(turn, num_items, G, chunks)
-        lo, hi = blocks_of(real, chunk, end, CHUNK, KB)
-        # What the next item starts from travels while this one's blocks are copied.
-        _, _, next_chunk, _ = item_of(turn + 1, num_items, G, chunks)
-        next_table = block_table + index1.to(gl.int64) * table_width
-        next_page = gl.load(next_table + next_chunk * CHUNK * KB // PAGE)
-        next_end = gl.load(context_lens + index1)
-        index2 = sequence_of(turn + 2, num_items, order, chunks, G, ORDERED)
-        for block in range(lo, hi):
-            following = gl.load(table + gl.minimum(block + 1, hi - 1) * KB // PAGE)
-            for part in gl.static_range(2):
-                item = 2 * count + part
-                mbarrier.wait(free.index(item % SLOTS), ((item // SLOTS) & 1) ^ 1)
-                _fetch(
-                    item, page, block * KB, end, descs[part], ring, ready, head, strides[part],
-                    KB, PAGE, SLOTS,
-                )  # fmt: skip
-                if part == 0:
-                    _fetch_scales(
-                        count, page, block * KB, scales, (ks_smem, vs_smem), s_ready, head,
-                        strides[2], KB, PAGE, SLOTS,
-                    )  # fmt: skip
-            page = following
-            count += 1
+    """The cursor at the next block, in this item or the next that has one; `block` == `hi`: none is left.
+
+    A cursor is (turn, block, hi, end, sequence, the next item's sequence and end, the sequence after it):
+    those of later items are loaded long before they are needed.
+    """
+    turn, block, hi, end, index, index1, end1, index2 = cursor
+    order, context_lens = tables
+    turns = turns_of(num_items)
+    block += 1
+    while (block >= hi) & (turn + 1 < turns):
+        turn += 1
+        index = index1
+        end = end1
         index1 = index2
-        end = next_end
-        table = next_table
-        page = next_page
+        end1 = gl.load(context_lens + index2)
+        index2 = sequence_of(turn + 2, num_items, order, chunks, G, ORDERED)
+        real, _, chunk, _ = item_of(turn, num_items, G, chunks)
+        block, hi = blocks_of(real, chunk, end, CHUNK, KB)
+    return turn, block, hi, end, index, index1, end1, index2
 
 
 @gluon.jit
-def convert_codes(
-    given, G: gl.constexpr, D: gl.constexpr, KB: gl.constexpr, CHUNK: gl.constexpr,
-    SLOTS: gl.constexpr, ORDERED: gl.constexpr,
+def _fetch_block(
+    count, cursor, page, places, descs, scales, data, bars, strides, PART: gl.constexpr,
+    G: gl.constexpr, KB: gl.constexpr, PAGE: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """E4M3: each block's values as FP16, for the consumer's second product."""
-    ring, v16_smem, _, _ = given[1]
-    ready, free, _, v16_ready, v16_free = given[2]
-    _, _, context_lens, order, num_items, chunks = given[3]
+    """Starts the copies of the cursor's block as the count-th: its keys and scales (PART 0) or its values."""
+    num_items, chunks = places
+    ring, _, ks_smem, vs_smem = data
+    ready, _, s_ready, _, _ = bars
+    turn, block, _, end, _, _, _, _ = cursor
+    _, _, _, head = item_of(turn, num_items, G, chunks)
+    base = block * KB
+    _fetch(
+        2 * count + PART, page, base, end, descs[PART], ring, ready, head, strides[PART],
+        KB, PAGE, SLOTS,
+    )  # fmt: skip
+    if PART == 0:
+        _fetch_scales(
+            count,
+            page,
+            base,
+            scales,
+            (ks_smem, vs_smem),
+            s_ready,
+            head,
+            strides[2],
+            KB,
+            PAGE,
+            SLOTS,
+        )
+
+
+@gluon.jit
+def _page(cursor, block_table, table_width, KB: gl.constexpr, PAGE: gl.constexpr):
+    """The page of the cursor's block (of a block that exists, where none is left)."""
+    _, block, hi, _, index, _, _, _ = cursor
+    place = gl.maximum(gl.minimum(block, hi - 1), 0) * KB // PAGE
+    return gl.load(block_table + index.to(gl.int64) * table_width + place)
+
+
+@gluon.jit
+def _rows(cursor, KB: gl.constexpr):
+    """Keys of the cursor's block; 0 where none is left."""
+    _, block, hi, end, _, _, _, _ = cursor
+    return gl.where(block < hi, gl.minimum(end - block * KB, KB), 0)
+
+
+@gluon.jit
+def feed_codes(
+    given, G: gl.constexpr, D: gl.constexpr, KB: gl.constexpr, PAGE: gl.constexpr,
+    CHUNK: gl.constexpr, SLOTS: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    """E4M3: copies two blocks ahead, and the conversion of each block's values."""
+    descs, scales = given[0]
+    data = given[1]
+    bars = given[2]
+    block_table, table_width, context_lens, order, num_items, chunks = given[3]
+    strides = given[4]
+    ring, v16_smem, _, _ = data
+    ready, free, _, v16_ready, v16_free = bars
+    places = (num_items, chunks)
+    tables = (order, context_lens)
+    gl.static_assert(SLOTS == 4)
     index = sequence_of(0, num_items, order, chunks, G, ORDERED)
     index1 = sequence_of(1, num_items, order, chunks, G, ORDERED)
+    index2 = sequence_of(2, num_items, order, chunks, G, ORDERED)
     end = gl.load(context_lens + index)
-    count = 0
-    for turn in range(0, turns_of(num_items)):
-        real, _, chunk, _ = item_of(turn, num_items, G, chunks)
-        lo, hi = blocks_of(real, chunk, end, CHUNK, KB)
-        next_end = gl.load(context_lens + index1)
-        index1 = sequence_of(turn + 2, num_items, order, chunks, G, ORDERED)
-        for block in range(lo, hi):
-            v = _values(count, end - block * KB, ring, ready, D, KB, SLOTS)
+    end1 = gl.load(context_lens + index1)
+    real, _, chunk, _ = item_of(0, num_items, G, chunks)
+    lo, hi = blocks_of(real, chunk, end, CHUNK, KB)
+    cursor = (gl.to_tensor(0), lo - 1, hi, end, index, index1, end1, index2)
+    cursor = _advance(cursor, num_items, chunks, tables, G, CHUNK, KB, ORDERED)
+    rows = _rows(cursor, KB)
+    rows1 = gl.to_tensor(0)
+    for ahead in gl.static_range(2):
+        page = _page(cursor, block_table, table_width, KB, PAGE)
+        found = _rows(cursor, KB)
+        if found > 0:
+            _fetch_block(
+                ahead, cursor, page, places, descs, scales, data, bars, strides, 0,
+                G, KB, PAGE, SLOTS,
+            )  # fmt: skip
+            _fetch_block(
+                ahead, cursor, page, places, descs, scales, data, bars, strides, 1,
+                G, KB, PAGE, SLOTS,
+            )  # fmt: skip
+        if ahead == 1:
+            rows1 = found
+        cursor = _advance(cursor, num_items, chunks, tables, G, CHUNK, KB, ORDERED)
+    page = _page(cursor, block_table, table_width, KB, PAGE)
+    if rows > 0:
+        v = _values(0, rows, ring, ready, D, KB, SLOTS)
+        count = 0
+        while rows > 0:
             mbarrier.wait(v16_free, (count & 1) ^ 1)
             v16_smem.store(v)
             # Also between the reads of the codes and the copy that overwrites them.
             fence_async_shared()
             mbarrier.arrive(v16_ready, count=1)
-            mbarrier.arrive(free.index((2 * count + 1) % SLOTS), count=1)
+            rows2 = _rows(cursor, KB)
+            if rows2 > 0:
+                item = 2 * count
+                _fetch_block(
+                    count + 2, cursor, page, places, descs, scales, data, bars, strides, 1,
+                    G, KB, PAGE, SLOTS,
+                )  # fmt: skip
+                mbarrier.wait(free.index(item % SLOTS), (item // SLOTS) & 1)
+                _fetch_block(
+                    count + 2, cursor, page, places, descs, scales, data, bars, strides, 0,
+                    G, KB, PAGE, SLOTS,
+                )  # fmt: skip
+                cursor = _advance(cursor, num_items, chunks, tables, G, CHUNK, KB, ORDERED)
+                page = _page(cursor, block_table, table_width, KB, PAGE)
+            if rows1 > 0:
+                v = _values(count + 1, rows1, ring, ready, D, KB, SLOTS)
+            rows = rows1
+            rows1 = rows2
             count += 1
-        end = next_end

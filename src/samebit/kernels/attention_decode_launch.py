@@ -158,8 +158,8 @@ def _launch_fast(call: _Call, finished: int, constants: dict[str, Any]) -> None:
     order = layout.context_lens if layout.order is None else layout.order
     attention_decode_codes_kernel[(min(items, programs_at_once(q)),)](
         *boxes, q, *call.scales, *results, order, items, chunks, *rows, *call.strides[6:],
-        N=_columns(H // G), ORDERED=layout.order is not None, SLOTS=4, CONVERTER_REGS=88,
-        LOADER_REGS=40, maxnreg=80, **options,
+        N=_columns(H // G), ORDERED=layout.order is not None, SLOTS=4, FEEDER_REGS=88,
+        maxnreg=128, **options,
     )  # fmt: skip
 
 
