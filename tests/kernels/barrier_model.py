@@ -220,7 +220,8 @@ class Warp:
 
     def _copy(self, bar, name, size, *_):
         self._sync()
-        self._writes[name] += 1
+        name, _, version = name.partition(":")
+        self._writes[name] = int(version or self._writes[name] + 1)
         if not self.part:
             self._step("copy", bar, name, size, self._writes[name])
 
@@ -337,7 +338,7 @@ def explore(groups, counts, walks=0, most=1_000_000):
     AssertionError on a hang or a race. The number of states seen.
 
     counts: arrivals of each barrier, by the beginning of its name. A role's n-th read of a buffer wants
-    the n-th version, or what it wrote itself last, or the version that follows the name (NAME:VERSION).
+    the n-th version, or what it wrote itself last; NAME:VERSION in a tape says another.
     """
     model = Model(groups, counts)
     for seed in range(walks):

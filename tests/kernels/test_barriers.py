@@ -137,12 +137,18 @@ def test_schedules_of_decode_with_laggards_end_with_the_right_data(case):
     explore([(consumer, WARPS), (feeder, WARPS)], DECODE, walks=60)
 
 
-def sampler(T, tiles, steps, stages, pid=0, programs=1):
-    """Tapes of both consumers and the producer of one program."""
+def sampler(T, tiles, steps, stages, pid=0, programs=1, drawn=None):
+    """Tapes of both consumers and the producer of one program; `drawn`: what is told of each strip."""
     tapes = []
     for which in (0, 1, None):
         tape = []
-        names = recording(tape, pid, programs) | {"_draw_strip": lambda *_: None}
+        names = recording(tape, pid, programs)
+
+        def draw_strip(p, acc, token, vocab_tile, which=which):
+            if drawn is not None:
+                drawn.append((which, int(token), int(vocab_tile)))
+
+        names["_draw_strip"] = draw_strip
         names |= {n: getattr(sample_hopper, n).value for n in ("STRIP", "VOCAB", "BLOCK_K")}
         bufs = {n: Shared(tape, n) for n in ("hidden", "weight", "full", "empty", "turn")}
         desc = [SimpleNamespace(block_type=SimpleNamespace(nbytes=n)) for n in (8192, 16384)]
@@ -161,34 +167,44 @@ def sampler(T, tiles, steps, stages, pid=0, programs=1):
 
 
 def draws(tapes, stages, steps, walks=0):
-    """Explores a sampler; each consumer's reads of a stage are those of its own tiles."""
-    versions = []
-    for which, tape in enumerate(tapes[:2]):
-        seen, order = -1, []
+    """Explores a sampler; what a stage holds and who reads it is told by the number of its step."""
+    marked = []
+    for role, tape in enumerate(tapes):
+        seen, ops = -1, []
         for kind, *rest in tape:
-            if kind == "wait" and rest[0].startswith("full"):
-                seen += 1
-            elif kind == "mma":
-                step = (2 * (seen // steps) + which) * steps + seen % steps
-                order.append([(name, step) for name in rest[0]])
-        versions.append(order)
-    marked = [
-        [
-            ("mma", [f"{n}:{step // stages + 1}" for n, step in reads.pop(0)])
-            if op[0] == "mma"
-            else op
-            for op in tape
-        ]
-        for tape, reads in zip(tapes[:2], versions, strict=True)
-    ]
-    return explore(
-        [(marked[0], WARPS), (marked[1], WARPS), (tapes[2], 1)],
-        {"full": 1, "empty": 1, "turn": 1},
-        walks,
-    )
+            seen += kind == "wait" and rest[0].startswith(("full", "empty"))
+            step = seen if role == 2 else (2 * (seen // steps) + role) * steps + seen % steps
+            version = step // stages + 1
+            if kind == "mma":
+                rest = [[f"{name}:{version}" for name in rest[0]]]
+            elif kind == "copy":
+                rest[1] = f"{rest[1]}:{version}"
+            ops.append((kind, *rest))
+        marked.append((ops, 1 if role == 2 else WARPS))
+    return explore(marked, {"full": 1, "empty": 1, "turn": 1}, walks)
 
 
-@pytest.mark.parametrize("shape", [(128, 5, 1, 2), (128, 4, 3, 2), (70, 3, 4, 3), (200, 2, 3, 3)])
+@pytest.mark.parametrize("T", [65, 128, 193, 256, 300, 640, 2048])
+def test_every_strip_is_drawn_once_from_its_own_copies(T):
+    for tiles, programs in ((1, 1), (1, 5), (2, 3), (5, 4), (7, 16)):
+        every = []
+        for pid in range(min(programs, -(-T // 128) * tiles)):
+            drawn = []
+            *_, producer = sampler(T, tiles, 1, 2, pid, programs, drawn)
+            copied = [op for op in producer if op[0] == "copy"]
+            hidden = [op[4][0] for op in copied if op[2].startswith("hidden")]
+            weight = [op[4][0] for op in copied if op[2].startswith("weight")]
+            starts = [token for token in hidden if token % 128 == 0]
+            tiles_of_program = list(zip(starts, weight, strict=True))
+            for which in (0, 1):
+                places = [(t // 128 * 128, v * 128) for w, t, v in drawn if w == which]
+                assert list(dict.fromkeys(places)) == tiles_of_program[which::2]
+            assert sorted(hidden) == sorted(token for _, token, _ in drawn)
+            every += [(token, v) for _, token, v in drawn]
+        assert sorted(every) == sorted(itertools.product(range(0, T, 64), range(tiles)))
+
+
+@pytest.mark.parametrize("shape", [(128, 5, 1, 2), (128, 4, 3, 2), (70, 3, 4, 3), (190, 2, 3, 2)])
 def test_every_schedule_of_the_sampler_ends_with_the_right_data(shape):
     draws(sampler(*shape), shape[3], shape[2])
 
