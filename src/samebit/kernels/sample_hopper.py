@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+from samebit.kernels._gemm_hopper import next_stage
 from samebit.kernels.head_tile import vocab_sum
 from samebit.kernels.sample_noise import gumbel, noise_word
 
@@ -94,13 +95,6 @@ def _place(p, tile):
 
 
 @gluon.jit
-def _advance(stage, phase, STAGES: gl.constexpr):
-    following = stage + 1
-    wrap = following == STAGES
-    return gl.where(wrap, 0, following), gl.where(wrap, phase ^ 1, phase)
-
-
-@gluon.jit
 def _produce(p):
     """The producer warp: keep the ring full, tile after tile, without draining between tiles."""
     STRIPS: gl.constexpr = strips(p.TURNS)
@@ -128,7 +122,7 @@ def _produce(p):
                     tma.async_copy_global_to_shared(
                         p.hidden_desc, [token + STRIP * i, at], bar, hidden, pred=held > i
                     )
-            stage, phase = _advance(stage, phase, p.STAGES)
+            stage, phase = next_stage(stage, phase, p.STAGES)
 
 
 @gluon.jit
@@ -165,12 +159,12 @@ def _products(
     """FP32 dot products of COUNT strips; a stage is given back when the next one's are under way."""
     acc, other = _stage(p, acc, other, stage, phase, FIRST, COUNT, True)
     last = stage
-    stage, phase = _advance(stage, phase, p.STAGES)
+    stage, phase = next_stage(stage, phase, p.STAGES)
     for _ in range(1, p.steps):
         acc, other = _stage(p, acc, other, stage, phase, FIRST, COUNT, False)
         mbarrier.arrive(p.empty.index(last), count=1)
         last = stage
-        stage, phase = _advance(stage, phase, p.STAGES)
+        stage, phase = next_stage(stage, phase, p.STAGES)
     if p.TURNS:
         mbarrier.arrive(p.turn.index(1 - WHICH), count=1)
     if COUNT == 2:
