@@ -19,7 +19,7 @@ from samebit.models.decoder import Decoder
 from samebit.trace import training_side
 from samebit.types import Group, Prompt, Sampling
 
-FIRST_SAMPLE = 1 << 41
+FIRST_SAMPLE = 1 << 42
 """Sample ids of canaries: their noise meets neither training's nor evaluations'."""
 
 LENGTHS = (5, 131)

@@ -43,7 +43,8 @@ def _tile(p, t):
 
 
 @gluon.jit
-def _advance(stage, phase, STAGES: gl.constexpr):
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    """(stage, phase) after this one in a ring."""
     following = stage + 1
     wrap = following == STAGES
     return gl.where(wrap, 0, following), gl.where(wrap, phase ^ 1, phase)
@@ -86,7 +87,7 @@ def _produce(p):
                     tma.async_copy_global_to_shared(
                         p.sb_desc, [k * p.stride_sbg + col], bar, p.sb_bufs.index(at)
                     )
-            stage, phase = _advance(stage, phase, cfg.STAGES)
+            stage, phase = next_stage(stage, phase, cfg.STAGES)
 
 
 @gluon.jit
@@ -222,7 +223,7 @@ def _block_group(p, acc, dots, fetched, stage, phase, row, col, k, COUNT: gl.con
         tokens = tokens + (_mma(p, stage * HOLD + i % HOLD, dots[i], WHICH, False),)
         stages = stages + (stage,)
         if i % HOLD == HOLD - 1 or i == COUNT - 1:
-            stage, phase = _advance(stage, phase, p.cfg.STAGES)
+            stage, phase = next_stage(stage, phase, p.cfg.STAGES)
     later = ()
     for i in gl.static_range(DEPTH):
         later = later + (fetched[DEPTH + i],)
@@ -280,7 +281,7 @@ def _chain(p, acc, stage, phase, stages, WHICH: gl.constexpr):
         product = _mma(p, stage * cfg.HOLD + i, acc, WHICH, i > 0)
         acc = warpgroup_mma_wait(cfg.HOLD, deps=(product,))
     last = stage
-    stage, phase = _advance(stage, phase, cfg.STAGES)
+    stage, phase = next_stage(stage, phase, cfg.STAGES)
     for _ in range(1, stages):
         mbarrier.wait(p.full.index(stage), phase)
         for i in gl.static_range(cfg.HOLD):
@@ -288,7 +289,7 @@ def _chain(p, acc, stage, phase, stages, WHICH: gl.constexpr):
             acc = warpgroup_mma_wait(cfg.HOLD, deps=(product,))
         mbarrier.arrive(p.empty.index(last), count=1)
         last = stage
-        stage, phase = _advance(stage, phase, cfg.STAGES)
+        stage, phase = next_stage(stage, phase, cfg.STAGES)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(p.empty.index(last), count=1)
     return acc, stage, phase

@@ -131,14 +131,8 @@ def noise_keys(
 
 
 def draw_tile(T: int) -> HeadTile:
-    """The tile for drawing `T` tokens.
-
-    128 tokens share a tile of the weight where they fill their tiles to more than half. What this kernel
-    keeps of a token does not fit in the registers of the 256 that the training head takes from 513 on.
-    """
-    if T > 512 or (T > 64 and triton.cdiv(T, 64) % 2 == 0):
-        return HeadTile(128, False, 8, 4)
-    return head_tile(T)
+    """The tile for drawing `T` tokens: the training head's, but never of 256 tokens, which spill here."""
+    return HeadTile(128, False, 8, 4) if T > 512 else head_tile(T)
 
 
 def sample(
@@ -163,10 +157,10 @@ def sample(
     assert noise_keys_T2.shape == (T, 2) and noise_keys_T2.dtype == torch.int32
     assert noise_keys_T2.is_contiguous()
     inputs = (hidden_TK, weight_VK, inverse_temperature_T, noise_keys_T2, vocab_size, cut)
-    tiles, form = triton.cdiv(V, VOCAB_TILE), sample_fast.form(T)
-    if tile is None and form is not None and on_card(hidden_TK):
+    tiles = triton.cdiv(V, VOCAB_TILE)
+    if tile is None and sample_fast.is_faster(T) and on_card(hidden_TK):
         parts = torch.empty((5, T, tiles), dtype=torch.float32, device=device)
-        sample_fast.draw(*inputs, form, parts)
+        sample_fast.draw(*inputs, parts)
     else:
         parts = torch.empty((5, tiles, T), dtype=torch.float32, device=device).transpose(1, 2)
         _draw(*inputs, tile or draw_tile(T), parts)

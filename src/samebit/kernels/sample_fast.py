@@ -1,9 +1,6 @@
-"""Host side of the sampler's warp-specialised kernel: its forms, descriptors and the launch."""
+"""Host side of the sampler's warp-specialised kernel: when it draws, descriptors and the launch."""
 
 from __future__ import annotations
-
-import math
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -17,9 +14,9 @@ from samebit.kernels.sample_hopper import (
     BLOCK_K,
     REGISTERS,
     STRIP,
+    TOKENS,
     VOCAB,
     sample_hopper_kernel,
-    strips,
 )
 
 MOST_TOKENS = 2048
@@ -27,26 +24,12 @@ MOST_TOKENS = 2048
 _LAYOUT = NVMMASharedLayout(128, 16, 2)
 
 
-@dataclass(frozen=True)
-class Form:
-    """How a launch works. Free to tune: the bits do not depend on it.
+def is_faster(T: int) -> bool:
+    """Whether the kernel of this file draws `T` tokens faster than sample.py's.
 
-    turns: a consumer takes every other tile of 128 tokens, or its half of every tile of 256.
+    Not 129 to 192, whose second tile of 128 would be half empty.
     """
-
-    turns: bool
-    stages: int
-    hold: int = 1
-
-
-def form(T: int) -> Form | None:
-    """The form for `T` tokens; None where the kernel of sample.py is as fast.
-
-    So it is for 129 to 192 tokens, whose second tile of 128 would be half empty.
-    """
-    if T <= STRIP.value or 2 * STRIP.value < T <= 3 * STRIP.value or T > MOST_TOKENS:
-        return None
-    return Form(True, 6)
+    return STRIP.value < T <= MOST_TOKENS and not TOKENS.value < T <= TOKENS.value + STRIP.value
 
 
 def _tensor_map(x: torch.Tensor, rows: int) -> TensorDescriptor:
@@ -61,15 +44,12 @@ def draw(
     noise_keys_T2: torch.Tensor,
     vocab_size: int,
     cut: HeadCut | None,
-    form: Form,
     parts: torch.Tensor,
 ) -> None:
     """Fill contiguous `parts` FP32 [5, T, tiles]; inputs as in `sample`."""
     (T, K), tiles = hidden_TK.shape, parts.shape[2]
     check_operands(hidden_TK, weight_VK)
-    steps = triton.cdiv(K, BLOCK_K.value)
-    hold = math.gcd(form.hold, steps)
-    programs = triton.cdiv(T, STRIP.value * strips(form.turns)) * tiles
+    programs = triton.cdiv(T, TOKENS.value) * tiles
     processors = torch.cuda.get_device_properties(parts.device).multi_processor_count
     sample_hopper_kernel[(min(programs, processors),)](  # pyright: ignore[reportIndexIssue]
         _tensor_map(hidden_TK, STRIP.value),
@@ -80,12 +60,9 @@ def draw(
         noise_keys_T2,
         parts,
         T,
-        steps // hold,
+        triton.cdiv(K, BLOCK_K.value),
         vocab_size,
         tiles,
-        TURNS=form.turns,
-        STAGES=form.stages * form.hold // hold,
-        HOLD=hold,
         RESTRICT=cut is not None,
         num_warps=4,
         maxnreg=REGISTERS,

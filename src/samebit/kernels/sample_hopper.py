@@ -17,13 +17,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+from samebit.kernels._gemm_hopper import next_stage
 from samebit.kernels.head_tile import vocab_sum
 from samebit.kernels.sample_noise import gumbel, noise_word
 
 STRIP = gl.constexpr(64)
 """Tokens of a wgmma."""
+TOKENS = gl.constexpr(128)
+"""Of a tile: two strips."""
 VOCAB = gl.constexpr(128)
 BLOCK_K = gl.constexpr(64)
+STAGES = gl.constexpr(6)
 REGISTERS = 168
 """A thread's at launch; the consumers take 240 and leave the producer 24."""
 _LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
@@ -52,41 +56,28 @@ class Draw:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     turn: gl.shared_memory_descriptor
-    TURNS: gl.constexpr
-    STAGES: gl.constexpr
-    HOLD: gl.constexpr  # steps of K a stage holds
     RESTRICT: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, descs, ptrs, sizes, bufs, bars, TURNS, STAGES, HOLD, RESTRICT):  # fmt: skip
+    def __init__(self, descs, ptrs, sizes, bufs, bars, RESTRICT):
         self.hidden_desc, self.weight_desc = descs
         self.inverse_ptr, self.cut_ptr, self.cut_id_ptr = ptrs[0], ptrs[1], ptrs[2]
         self.noise_key_ptr, self.parts_ptr = ptrs[3], ptrs[4]
         self.T, self.steps, self.vocab_size, self.vocab_tiles = sizes
         self.hidden_bufs, self.weight_bufs = bufs
         self.full, self.empty, self.turn = bars
-        self.TURNS = gl.constexpr(TURNS)
-        self.STAGES = gl.constexpr(STAGES)
-        self.HOLD = gl.constexpr(HOLD)
         self.RESTRICT = gl.constexpr(RESTRICT)
-
-
-@gluon.constexpr_function
-def strips(TURNS):
-    """Strips of 64 tokens in a tile: two a consumer."""
-    return 2 if TURNS else 4
 
 
 @gluon.jit
 def _tiles(p):
-    return gl.cdiv(p.T, STRIP * strips(p.TURNS)) * p.vocab_tiles
+    return gl.cdiv(p.T, TOKENS) * p.vocab_tiles
 
 
 @gluon.jit
 def _place(p, tile):
     """(first token, vocabulary tile). The token tiles of one vocabulary tile run side by side, and
     turn with it, so that no program gets the short last token tile every time."""
-    TOKENS: gl.constexpr = STRIP * strips(p.TURNS)
     token_tiles = gl.cdiv(p.T, TOKENS)
     vocab_tile = tile // token_tiles
     turn = vocab_tile // gl.maximum(gl.num_programs(0) // token_tiles, 1)
@@ -94,85 +85,64 @@ def _place(p, tile):
 
 
 @gluon.jit
-def _advance(stage, phase, STAGES: gl.constexpr):
-    following = stage + 1
-    wrap = following == STAGES
-    return gl.where(wrap, 0, following), gl.where(wrap, phase ^ 1, phase)
-
-
-@gluon.jit
 def _produce(p):
     """The producer warp: keep the ring full, tile after tile, without draining between tiles."""
-    STRIPS: gl.constexpr = strips(p.TURNS)
     BYTES: gl.constexpr = p.weight_desc.block_type.nbytes
     STRIP_BYTES: gl.constexpr = p.hidden_desc.block_type.nbytes
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     for tile in range(gl.program_id(0), _tiles(p), gl.num_programs(0)):
         token, vocab_tile = _place(p, tile)
-        held = gl.minimum(gl.cdiv(p.T - token, STRIP), STRIPS)
+        held = gl.minimum(gl.cdiv(p.T - token, STRIP), 2)
         for k in range(p.steps):
             mbarrier.wait(p.empty.index(stage), phase)
             bar = p.full.index(stage)
-            for i in gl.static_range(1, STRIPS + 1):
-                mbarrier.expect(bar, p.HOLD * (BYTES + i * STRIP_BYTES), pred=held == i)
-            for j in gl.static_range(p.HOLD):
-                slot = stage * p.HOLD + j
-                at = (k * p.HOLD + j) * BLOCK_K
-                weight = p.weight_bufs.index(slot)
+            for i in gl.static_range(1, 3):
+                mbarrier.expect(bar, BYTES + i * STRIP_BYTES, pred=held == i)
+            at = k * BLOCK_K
+            weight = p.weight_bufs.index(stage)
+            tma.async_copy_global_to_shared(p.weight_desc, [vocab_tile * VOCAB, at], bar, weight)
+            for i in gl.static_range(2):
+                hidden = p.hidden_bufs.index(2 * stage + i)
                 tma.async_copy_global_to_shared(
-                    p.weight_desc, [vocab_tile * VOCAB, at], bar, weight
+                    p.hidden_desc, [token + STRIP * i, at], bar, hidden, pred=held > i
                 )
-                for i in gl.static_range(STRIPS):
-                    hidden = p.hidden_bufs.index(STRIPS * slot + i)
-                    tma.async_copy_global_to_shared(
-                        p.hidden_desc, [token + STRIP * i, at], bar, hidden, pred=held > i
-                    )
-            stage, phase = _advance(stage, phase, p.STAGES)
+            stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
-def _mma(p, slot, WHICH: gl.constexpr, acc, use_acc):
-    hidden = p.hidden_bufs.index(strips(p.TURNS) * slot + WHICH)
-    weight = p.weight_bufs.index(slot).permute((1, 0))
+def _mma(p, stage, WHICH: gl.constexpr, acc, use_acc):
+    hidden = p.hidden_bufs.index(2 * stage + WHICH)
+    weight = p.weight_bufs.index(stage).permute((1, 0))
     return warpgroup_mma(hidden, weight, acc, use_acc=use_acc, is_async=True)
 
 
 @gluon.jit
-def _stage(
-    p, acc, other, stage, phase, FIRST: gl.constexpr, COUNT: gl.constexpr, START: gl.constexpr
-):
-    """Add a stage's products of COUNT strips; only those of its last step are left in flight."""
+def _stage(p, acc, other, stage, phase, COUNT: gl.constexpr, use_acc):
+    """Add a stage's products of COUNT strips; only they are left in flight."""
     mbarrier.wait(p.full.index(stage), phase)
-    first = acc
-    second = other
-    for j in gl.static_range(p.HOLD):
-        slot = stage * p.HOLD + j
-        first = _mma(p, slot, FIRST, first, not START or j > 0)
-        if COUNT == 2:
-            second = _mma(p, slot, FIRST + 1, second, not START or j > 0)
+    first = _mma(p, stage, 0, acc, use_acc)
     if COUNT == 2:
-        acc, other = warpgroup_mma_wait(2 * p.HOLD, deps=(first, second))
+        second = _mma(p, stage, 1, other, use_acc)
+        acc, other = warpgroup_mma_wait(2, deps=(first, second))
     else:
-        acc = warpgroup_mma_wait(p.HOLD, deps=(first,))
+        acc = warpgroup_mma_wait(1, deps=(first,))
     return acc, other
 
 
 @gluon.jit
-def _products(
-    p, acc, other, stage, phase, WHICH: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr
-):
-    """FP32 dot products of COUNT strips; a stage is given back when the next one's are under way."""
-    acc, other = _stage(p, acc, other, stage, phase, FIRST, COUNT, True)
+def _products(p, acc, other, stage, phase, WHICH: gl.constexpr, COUNT: gl.constexpr):
+    """FP32 dot products of COUNT strips; a stage is given back when the next one's are under way, the
+    turn when no stage is left to wait for."""
+    acc, other = _stage(p, acc, other, stage, phase, COUNT, False)
     last = stage
-    stage, phase = _advance(stage, phase, p.STAGES)
+    stage, phase = next_stage(stage, phase, STAGES)
     for _ in range(1, p.steps):
-        acc, other = _stage(p, acc, other, stage, phase, FIRST, COUNT, False)
+        acc, other = _stage(p, acc, other, stage, phase, COUNT, True)
         mbarrier.arrive(p.empty.index(last), count=1)
         last = stage
-        stage, phase = _advance(stage, phase, p.STAGES)
-    if p.TURNS:
-        mbarrier.arrive(p.turn.index(1 - WHICH), count=1)
+        stage, phase = next_stage(stage, phase, STAGES)
+    mbarrier.arrive(p.turn.index(1 - WHICH), count=1)
     if COUNT == 2:
         acc, other = warpgroup_mma_wait(0, deps=(acc, other))
     else:
@@ -248,46 +218,41 @@ def _draw_strip(p, acc, token, vocab_tile):
 
 @gluon.jit
 def _consume(p, WHICH: gl.constexpr):
-    """One consumer warp group: two strips of every tile, or of every other one (TURNS)."""
-    STEP: gl.constexpr = 2 if p.TURNS else 1
-    FIRST: gl.constexpr = 0 if p.TURNS else 2 * WHICH
-    count = gl.to_tensor(WHICH if p.TURNS else 0)
+    """One consumer warp group: every other tile of the program."""
+    count = gl.to_tensor(WHICH)
     start = gl.program_id(0) + count * gl.num_programs(0)
-    for tile in range(start, _tiles(p), STEP * gl.num_programs(0)):
+    for tile in range(start, _tiles(p), 2 * gl.num_programs(0)):
         token, vocab_tile = _place(p, tile)
-        token += STRIP * FIRST
         done = count * p.steps
-        stage = done % p.STAGES
-        phase = done // p.STAGES & 1
+        stage = done % STAGES
+        phase = done // STAGES & 1
         acc = gl.zeros([STRIP, VOCAB], gl.float32, _LAYOUT)
         other = acc
         held = gl.minimum(gl.cdiv(p.T - token, STRIP), 2)
-        if p.TURNS:
-            # A stage's barrier tells odd phases from even ones only: whoever waits for it must be no
-            # more than a phase behind, so wait first until the other one's last stage is there.
-            mbarrier.wait(p.turn.index(WHICH), (count // 2 + 1 - WHICH) & 1)
+        # A stage's barrier tells odd phases from even ones only: whoever waits for it must be no
+        # more than a phase behind, so wait first until the other one's last stage is there.
+        mbarrier.wait(p.turn.index(WHICH), (count // 2 + 1 - WHICH) & 1)
         if held == 2:
-            acc, other = _products(p, acc, other, stage, phase, WHICH, FIRST, 2)
+            acc, other = _products(p, acc, other, stage, phase, WHICH, 2)
         else:
-            acc, other = _products(p, acc, other, stage, phase, WHICH, FIRST, 1)
+            acc, other = _products(p, acc, other, stage, phase, WHICH, 1)
         for strip in range(held):
             _draw_strip(p, acc, token + strip * STRIP, vocab_tile)
             acc = other
-        count += STEP
+        count += 2
 
 
 @gluon.jit(do_not_specialize=["T", "steps", "vocab_size", "vocab_tiles"])
 def sample_hopper_kernel(
     hidden_desc, weight_desc, inverse_temperature_ptr, cut_ptr, cut_id_ptr, noise_key_ptr,
-    parts_ptr, T, steps, vocab_size, vocab_tiles, TURNS: gl.constexpr, STAGES: gl.constexpr,
-    HOLD: gl.constexpr, RESTRICT: gl.constexpr,
+    parts_ptr, T, steps, vocab_size, vocab_tiles, RESTRICT: gl.constexpr,
 ):  # fmt: skip
     """Two consumers and a producer over a persistent grid of tiles; parts FP32 [5, T, vocab tiles]."""
     hidden_bufs = gl.allocate_shared_memory(
-        hidden_desc.dtype, [strips(TURNS) * STAGES * HOLD, STRIP, BLOCK_K], hidden_desc.layout
+        hidden_desc.dtype, [2 * STAGES, STRIP, BLOCK_K], hidden_desc.layout
     )
     weight_bufs = gl.allocate_shared_memory(
-        weight_desc.dtype, [STAGES * HOLD, VOCAB, BLOCK_K], weight_desc.layout
+        weight_desc.dtype, [STAGES, VOCAB, BLOCK_K], weight_desc.layout
     )
     # 256 bytes each: the copy engine needs what lies behind them aligned to 128 bytes
     full = gl.allocate_shared_memory(gl.int64, [32, 1], mbarrier.MBarrierLayout())
@@ -297,16 +262,13 @@ def sample_hopper_kernel(
         mbarrier.init(turn.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1 if TURNS else 2)
+        mbarrier.init(empty.index(i), count=1)
     p = Draw(
         (hidden_desc, weight_desc),
         (inverse_temperature_ptr, cut_ptr, cut_id_ptr, noise_key_ptr, parts_ptr),
         (gl.to_tensor(T), gl.to_tensor(steps), gl.to_tensor(vocab_size), gl.to_tensor(vocab_tiles)),
         (hidden_bufs, weight_bufs),
         (full, empty, turn),
-        TURNS,
-        STAGES,
-        HOLD,
         RESTRICT,
     )
     gl.warp_specialize(
