@@ -10,7 +10,7 @@ import torch
 
 HERE = Path(__file__).parent
 STARTER = "test_interpreted.py"
-NATIVE = ("test_compiled.py", "test_gemm_checks.py", "test_gemm_tables.py")
+NATIVE = ("test_compiled.py", "test_gemm_checks.py", "test_gemm_tables.py", "test_barriers.py")
 """Files that need no interpreter, or start it themselves. Any other file is interpreted."""
 
 

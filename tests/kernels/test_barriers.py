@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from samebit.kernels import _gemm_hopper, sample_hopper
 from samebit.kernels import attention_decode_codes as codes
 from samebit.kernels import attention_decode_feed as feed
-from samebit.kernels import sample_hopper
 from tests.kernels.barrier_model import (
     WARPS,
     Memory,
@@ -149,15 +149,16 @@ def sampler(T, tiles, steps, stages, pid=0, programs=1, drawn=None):
                 drawn.append((which, int(token), int(vocab_tile)))
 
         names["_draw_strip"] = draw_strip
-        names |= {n: getattr(sample_hopper, n).value for n in ("STRIP", "VOCAB", "BLOCK_K")}
+        sizes = ("STRIP", "TOKENS", "VOCAB", "BLOCK_K")
+        names |= {"STAGES": stages, **{n: getattr(sample_hopper, n).value for n in sizes}}
         bufs = {n: Shared(tape, n) for n in ("hidden", "weight", "full", "empty", "turn")}
         desc = [SimpleNamespace(block_type=SimpleNamespace(nbytes=n)) for n in (8192, 16384)]
         p = SimpleNamespace(
-            T=Number(T), steps=Number(steps), vocab_tiles=Number(tiles), TURNS=True, HOLD=1,
-            STAGES=stages, hidden_desc=desc[0], weight_desc=desc[1], hidden_bufs=bufs["hidden"],
-            weight_bufs=bufs["weight"], **{n: bufs[n] for n in ("full", "empty", "turn")},
+            T=Number(T), steps=Number(steps), vocab_tiles=Number(tiles), hidden_desc=desc[0],
+            weight_desc=desc[1], hidden_bufs=bufs["hidden"], weight_bufs=bufs["weight"],
+            **{n: bufs[n] for n in ("full", "empty", "turn")},
         )  # fmt: skip
-        with plain_functions((sample_hopper,), names):
+        with plain_functions((sample_hopper, _gemm_hopper), names):
             if which is None:
                 sample_hopper._produce(p)
             else:
