@@ -239,6 +239,8 @@ def test_page_rows_of_both_storage_orders():
     assert pages.page_rows(heads_first) == ((7 * 4 * 128, 64, 64), (512, 128, 0))
     odd = torch.empty(7, 128 * 256 + 8, dtype=torch.bfloat16)[:, : 128 * 256].view(7, 128, 4, 64)
     assert pages.page_rows(odd) is None
+    keys_beside_values = torch.zeros(7, 128, 4, 2, 64, dtype=torch.bfloat16)[:, :, :, 0]
+    assert pages.page_rows(keys_beside_values) == ((7 * 128, 448, 512), (128, 0, 128))
 
 
 def test_page_size_must_fit_the_key_block():

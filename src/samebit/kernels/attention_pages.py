@@ -34,10 +34,10 @@ def page_rows(cache: torch.Tensor) -> tuple[tuple[int, int, int], tuple[int, int
     pages, page, G, D = cache.shape
     page_stride, row, head, _ = cache.stride()
     head_rows, head_columns = (head // row, 0) if head % row == 0 else (0, head)
-    if page_stride % row or (row * cache.element_size()) % 16 or (head_columns and row < G * D):
+    columns = (G - 1) * head_columns + D
+    if page_stride % row or (row * cache.element_size()) % 16 or row < columns:
         return None
     rows = (pages - 1) * (page_stride // row) + (G - 1) * head_rows + page
-    columns = D if head_rows else G * D
     return (rows, columns, row), (page_stride // row, head_rows, head_columns)
 
 
