@@ -11,8 +11,9 @@ OUTSIDE_STAMP := $(OUTSIDE)/.installed
 
 .PHONY: demo test test-outside test-kernels check setup clean
 
+# again: goes on from its checkpoint, says that nothing is left to do, or starts anew where there is none
 demo: $(STAMP)
-	$(BIN)/samebit train recipes/demo.toml
+	$(BIN)/samebit train recipes/demo.toml $(if $(wildcard runs/demo/metrics.jsonl),--resume)
 
 test: $(STAMP)
 	$(BIN)/ruff check src tests bench
