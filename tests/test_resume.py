@@ -157,6 +157,27 @@ def test_a_second_signal_leaves_at_once(file: Path, tmp_path: Path, number: int)
     assert runs.metrics(out)[-1]["step"] == "2"
 
 
+@pytest.mark.parametrize(
+    ("save_every", "lost"),
+    [
+        ("0", "; the 3 finished steps (all there are: no checkpoint yet) are lost"),
+        ("2", "; the 1 finished step since the last checkpoint is lost"),
+        ("1", ""),
+    ],
+)
+def test_the_first_ctrl_c_says_what_a_second_one_loses(
+    file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], save_every: str, lost: str
+):
+    settings = [("train.steps", "6"), ("run.save_every", save_every)]
+    run = Run(runs.config(file, tmp_path / "out", *settings), False, Reporter(quiet=True))
+    signal_at(run, "step", 3, signal.SIGINT)
+    with pytest.raises(RunLeft):
+        run.train()
+    run.close()
+    assert f"(again: leave now{lost})" in capfd.readouterr().err
+    assert run.unsaved() == ""  # it left with a checkpoint
+
+
 # --- one process a folder, and kill -9 -----------------------------------------------------------
 
 TRAIN = "import sys; from samebit.cli import main; sys.exit(main({args!r}))"

@@ -104,7 +104,9 @@ class Run:
         """Metrics of the last finished step while its evaluation is not done."""
         self.held: tuple[Held, ...] = ()
         """Groups that the last finished step began and did not finish."""
-        self.signals = Signals()
+        self.saved_step = 0
+        """Of the last checkpoint; 0 while there is none."""
+        self.signals = Signals(self.unsaved)
         if resume:
             self._resume()
         self.watchdog = Watchdog(config, self.trainer, self.save, report.note)
@@ -155,6 +157,7 @@ class Run:
             self.report.note("no complete checkpoint to resume from: starting at step 0")
             return
         self.progress = checkpoint.restore(found, self.trainer, self.about)
+        self.saved_step = self.progress.step
         self.pending = checkpoint.extra(found, "pending")
         about, transform = checkpoint.extra(found, "held"), self.trainer.scorer.transform
         self.held = partial.read_held(found, about, self.task, transform)
@@ -233,7 +236,7 @@ class Run:
     def save(self) -> Path:
         """Write a checkpoint of the last finished step."""
         transform = self.trainer.scorer.transform
-        return checkpoint.save(
+        saved = checkpoint.save(
             self.folder / "checkpoints",
             self.trainer,
             self.progress,
@@ -244,6 +247,16 @@ class Run:
             pinned_checkpoints(self.folder),
             {partial.FOLDER: partial.tensors_of(self.held)} if self.held else {},
         )
+        self.saved_step = self.progress.step
+        return saved
+
+    def unsaved(self) -> str:
+        """Which finished steps no checkpoint holds, for people; "" for none."""
+        if not (count := self.progress.step - self.saved_step):
+            return ""
+        steps = f"the {count} finished step{'s' if count > 1 else ''}"
+        which = "since the last checkpoint" if self.saved_step else "(all there are: no checkpoint yet)"
+        return f"{steps} {which} {'are' if count > 1 else 'is'} lost"
 
     def one_step(self) -> dict[str, float]:
         """One rollout and the updates on it; advances `progress`."""

@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | SIGTERM | rollout, grading or evaluation in progress is dropped, an update is finished; checkpoint | 143 |
 | SIGINT | the step is finished; checkpoint | 130 |
-| a second one of either | the process leaves at once; the last checkpoint stands | 143, 130 |
+| a second one of either | the process leaves at once; the last checkpoint, if any, stands | 143, 130 |
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
@@ -20,15 +20,19 @@ from typing import Any
 from samebit.errors import RunLeft
 
 _SAID = {
-    signal.SIGINT: b"\nfinishing this step, then leaving with a checkpoint (again: leave now)\n",
-    signal.SIGTERM: b"\nSIGTERM: leaving with a checkpoint\n",
+    signal.SIGINT: "\nfinishing this step, then leaving with a checkpoint (again: leave now{loss})\n",
+    signal.SIGTERM: "\nSIGTERM: leaving with a checkpoint\n",
 }
 
 
 class Signals:
-    """Handlers for the time of a `with` block (main thread only; elsewhere nothing is installed)."""
+    """Handlers for the time of a `with` block (main thread only; elsewhere nothing is installed).
 
-    def __init__(self) -> None:
+    loss: says what leaving at once loses, "" for nothing but the step in progress; called in a handler.
+    """
+
+    def __init__(self, loss: Callable[[], str] = lambda: "") -> None:
+        self._loss = loss
         self._asked: int | None = None
         self._shields = 0
         self._before: dict[int, Any] = {}
@@ -53,10 +57,13 @@ class Signals:
         if self._asked is not None:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
-            raise RunLeft("left at once; the last checkpoint stands", 128 + number)
+            kept = self._loss() or "the last checkpoint stands"
+            raise RunLeft(f"left at once; {kept}", 128 + number)
         self._asked = number
+        loss = self._loss()
+        said = _SAID[signal.Signals(number)].format(loss=f"; {loss}" if loss else "")
         # no lock may be taken in a handler, so the console's own writer is not used
-        os.write(2, _SAID[signal.Signals(number)])
+        os.write(2, said.encode())
         if number == signal.SIGTERM and not self._shields:
             raise RunLeft("left on SIGTERM", 128 + number)
 
