@@ -192,6 +192,35 @@ def test_a_reward_function_that_raises_is_its_writer_s_fault_and_named(
     assert runs.metrics(out) == []
 
 
+def test_a_run_that_finished_no_step_starts_anew_and_any_other_is_refused(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    mine, out, new = tmp_path / "mine.py", tmp_path / "out", tmp_path / "new"
+    # the first evaluation is graded, the first step is not
+    mine.write_text(
+        "calls = []\ndef reward(completions, **_):\n    calls.append(1)\n"
+        "    if len(calls) > 1: raise RuntimeError('mine')\n    return [0.0] * len(completions)\n"
+    )
+    args = ["train", str(file), "--steps", "2", "--out"]
+    option = ["--task.reward-function", f"{mine}:reward"]
+    assert main([*args, str(out), *option]) == 2
+    assert [r["step"] for r in runs.metrics(out)] == ["0"]
+    assert "already holds" not in capsys.readouterr().err
+    said = f"{out} holds a run without a finished step or a checkpoint: it starts anew"
+    assert main([*args, str(out), "--dry-run"]) == 0
+    assert said in capsys.readouterr().err
+    (out / "checkpoints" / ".step_000001.partial").mkdir(parents=True)  # a killed run's
+    assert main([*args, str(out)]) == 0
+    assert said in capsys.readouterr().err
+    assert main([*args, str(new), "--quiet"]) == 0
+    assert runs.metrics(out) == runs.metrics(new) and runs.samples(out) == runs.samples(new)
+    for gone in ("checkpoints", "metrics.jsonl"):  # the other alone is a run
+        (new / gone).rename(tmp_path / gone)
+        assert main([*args, str(new)]) == 2
+        assert "already holds a run" in capsys.readouterr().err
+        (tmp_path / gone).rename(new / gone)
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [

@@ -72,8 +72,9 @@ class Run:
         self.folder = Path(config.run.out)
         checks = Checks(config)
         self.task, self.sampling = checks.task, checks.sampling
-        require_unused(self.folder, resume)
-        self._prepare_folder(resume)
+        if note := require_unused(self.folder, resume):
+            report.note(note)
+        self._prepare_folder()
         set_threads(config)
         model_folder = resolve_model(config.model)
         self.fingerprint = fingerprint(model_folder)
@@ -113,10 +114,9 @@ class Run:
         self._record_config(resume)
         self.metrics_log = MetricsLog(self.folder, self.progress.step, bool(self.pending))
 
-    def _prepare_folder(self, resume: bool) -> None:
+    def _prepare_folder(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        if resume:
-            checkpoint.sweep(self.folder / "checkpoints")
+        checkpoint.sweep(self.folder / "checkpoints")
 
     def _record_config(self, resume: bool) -> None:
         """Write config.toml once nothing can be refused any more; say what a resumed run changes."""
@@ -255,7 +255,9 @@ class Run:
         if not (count := self.progress.step - self.saved_step):
             return ""
         steps = f"the {count} finished step{'s' if count > 1 else ''}"
-        which = "since the last checkpoint" if self.saved_step else "(all there are: no checkpoint yet)"
+        which = (
+            "since the last checkpoint" if self.saved_step else "(all there are: no checkpoint yet)"
+        )
         return f"{steps} {which} {'are' if count > 1 else 'is'} lost"
 
     def one_step(self) -> dict[str, float]:

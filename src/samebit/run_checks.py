@@ -15,6 +15,7 @@ from samebit.engine.api import load_engine
 from samebit.engine.native import AUTO_CACHE_SHARE
 from samebit.engine.requests import check_stop_ids
 from samebit.lock import require_free
+from samebit.log import read_json_lines
 from samebit.models.config import ModelConfig, read_json
 from samebit.models.load import config_under, plan_for
 from samebit.models.source import resolve
@@ -74,14 +75,30 @@ class Checks:
         return model
 
 
-def require_unused(folder: Path, resume: bool) -> None:
-    """ValueError where the folder holds a run that is not asked to go on."""
-    used = any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints"))
-    if used and not resume:
+def require_unused(folder: Path, resume: bool) -> str:
+    """ValueError where the folder holds a run that is not asked to go on; a note, for people.
+
+    A run that left no finished step and no checkpoint has nothing to go on from: the note says so.
+    """
+    metrics, checkpoints = folder / "metrics.jsonl", folder / "checkpoints"
+    if resume or not (metrics.exists() or checkpoints.exists()):
+        return ""
+    if any(checkpoints.glob("step_*")) or _has_finished_step(metrics):
         raise ValueError(
             f"{folder} already holds a run: continue it with --resume, or choose another folder with "
             "--out"
         )
+    return f"{folder} holds a run without a finished step or a checkpoint: it starts anew"
+
+
+def _has_finished_step(path: Path) -> bool:
+    """Whether a run's metrics are of more than its first evaluation; what cannot be read counts."""
+    try:
+        return any(record.get("step", 0) > 0 for record in read_json_lines(path))
+    except FileNotFoundError:
+        return False
+    except ValueError:
+        return True
 
 
 def require_same_plan(folder: Path, plan: Plan) -> None:
@@ -183,7 +200,8 @@ def foresee(config: Config, resume: bool = False) -> Iterator[str]:
     """
     out = Path(config.run.out)
     require_free(out)
-    require_unused(out, resume)
+    if note := require_unused(out, resume):
+        yield note
     checks = Checks(config)
     with closing(checks.task):
         device = choose_device(config)
