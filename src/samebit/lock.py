@@ -6,7 +6,9 @@ import fcntl
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import TracebackType
 
 FILE = "run.lock"
@@ -67,6 +69,26 @@ def require_free(folder: str | Path) -> None:
         raise _in_use(Path(folder), descriptor) from None
     finally:
         os.close(descriptor)
+
+
+def require_place(folder: str | Path) -> None:
+    """ValueError where no run can be at `folder`; what is made to find out is removed again."""
+    folder = Path(folder)
+    missing = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        what = "a file" if folder.is_file() else "no folder that can be written"
+        reason = "" if folder.is_file() else f" ({error.strerror})"
+        raise ValueError(
+            f"run.out = {str(folder)!r} is {what}{reason}: choose another folder with --out"
+        ) from None
+    finally:
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()
 
 
 def _in_use(folder: Path, descriptor: int) -> ValueError:

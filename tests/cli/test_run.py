@@ -132,6 +132,29 @@ def test_a_dry_run_refuses_a_folder_that_the_run_would_and_touches_nothing(
     assert contents(Path(run)) == before
 
 
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("{here}/file", "is a file"),
+        ("{here}/file/run", "is no folder that can be written (Not a directory)"),
+        ("/proc/none/run", "is no folder that can be written (No such file or directory)"),
+    ],
+)
+def test_a_folder_that_cannot_be_is_refused_by_its_option_dry_or_not(
+    made: tuple[str, str], tmp_path: Path, capsys: Any, place: str, said: str
+):
+    (tmp_path / "file").touch()
+    out = place.format(here=tmp_path)
+    for more in ([], ["--dry-run"]):
+        assert main(["train", made[0], "--run.out", out, *more]) == 2
+        text = f"error: command line: --run.out: run.out = {out!r} {said}: choose another folder"
+        assert text in capsys.readouterr().err
+    file = tmp_path / "my.toml"
+    file.write_text(Path(made[0]).read_text().replace("[run]", f"[run]\nout = {out!r}"))
+    assert main(["train", str(file), "--dry-run"]) == 2
+    assert f"error: {file}: run.out = {out!r}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["{}", "{", "[]"])
 def test_a_damaged_plan_is_refused_by_name(made: tuple[str, str], capsys: Any, text: str):
     file, run = made
@@ -245,6 +268,17 @@ def test_what_rollout_cannot_read_or_write_is_said_before_sampling(tmp_path: Pat
     for out in (tmp_path / "none" / "c.jsonl", tmp_path):
         assert main(["rollout", str(tmp_path), "--prompts", str(prompts), "--out", str(out)]) == 2
         assert f"--out {out}: must be a file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["flow show fp8 --svg", "report {run} --out"])
+def test_a_drawing_or_page_that_cannot_be_written_names_its_option(
+    made: tuple[str, str], tmp_path: Path, capsys: Any, option: str
+):
+    for out in (tmp_path / "none" / "f", tmp_path):
+        assert main([*option.format(run=made[1]).split(), str(out)]) == 2
+        said = f"{option.split()[-1]} {out}: must be a file in a folder that exists"
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_full_disk_leaves_no_partial_file(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,12 @@ def expect(found: Arguments, names: Sequence[str], usage: str) -> list[str]:
     if len(given) > len(names):
         raise ValueError(f"unexpected argument {given[len(names)]!r}; usage: {usage}")
     return given
+
+
+def require_place(option: str, path: str) -> None:
+    """ValueError where an option names no file that can be written; "" is none."""
+    if path and (Path(path).is_dir() or not Path(path).parent.is_dir()):
+        raise ValueError(f"--{option} {path}: must be a file in a folder that exists")
 
 
 def _may_be_key(name: str, known: Iterable[str]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from samebit.cli.arguments import Option, expect, help_text, parse
+from samebit.cli.arguments import Option, expect, help_text, parse, require_place
 from samebit.cli.validate import model_of
 from samebit.quant.flow import Edge, differing_edges, graph
 from samebit.quant.plan import load_recipe, recipe_names
@@ -76,6 +76,7 @@ def _lines(flow: Flow) -> list[str]:
 
 
 def _show(recipe: Recipe, model: str, svg: str) -> int:
+    require_place("svg", svg)
     if svg:
         from samebit.report.flow import draw_flow
 

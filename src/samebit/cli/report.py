@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from samebit.cli.arguments import Option, help_text, parse
+from samebit.cli.arguments import Option, help_text, parse, require_place
 from samebit.report import write_report
 from samebit.report.data import read_runs
 
@@ -26,6 +26,7 @@ def run(args: Sequence[str]) -> int:
         return 0
     if not found.positionals:
         raise ValueError(f"RUN is missing; usage: {USAGE}")
+    require_place("out", found.text("out"))
     runs = read_runs(found.positionals)
     default = Path("report.html") if len(runs) > 1 else runs[0].folder / "report.html"
     print(write_report(runs, found.text("out") or default))

@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
 
-from samebit.cli.arguments import Arguments, Option, expect, help_text, parse
+from samebit.cli.arguments import Arguments, Option, expect, help_text, parse, require_place
 from samebit.cli.policy import find_target, load_policy
 from samebit.config import RolloutConfig
 from samebit.models.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ def run(args: Sequence[str]) -> int:
         return 0
     (name,) = expect(found, ["MODEL, RUN or CHECKPOINT"], USAGE)
     samples = found.number("samples", 1)
-    _require_place(found.text("out"))
+    require_place("out", found.text("out"))
     target = find_target(name, [(_whole_key(key), value) for key, value in found.overrides])
     rows = list(_read_rows(found.text("prompts")))
     if not rows:
@@ -88,12 +88,6 @@ def _generate(
     finally:
         reporter.close()
         engine.close()
-
-
-def _require_place(out: str) -> None:
-    """ValueError where `--out` cannot be written: found before sampling, not after it."""
-    if out and (Path(out).is_dir() or not Path(out).parent.is_dir()):
-        raise ValueError(f"--out {out}: must be a file in a folder that exists")
 
 
 def _read_rows(path: str) -> Iterator[Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from samebit.cli.arguments import Option, expect, parse
 from samebit.cli.keys import key_help
-from samebit.cli.validate import check_model, model_of, validate
+from samebit.cli.validate import check_model, check_place, model_of, validate
 from samebit.config import Config
 from samebit.config_io import load, origin_of
 from samebit.reporter import Reporter, last_line
@@ -42,6 +42,7 @@ def run(args: Sequence[str]) -> int:
     origin = origin_of(path, found.overrides)
     validate(config, origin)  # the loop repeats its warnings
     check_model(config, origin)
+    check_place(config, origin)
     with model_of(origin.of("model")):
         if found.flag("dry-run"):
             return _say_what_would_run(config, found.flag("resume"))

@@ -71,6 +71,14 @@ def check_model(config: Config, origin: Origin) -> None:
         check_name(config.model)
 
 
+def check_place(config: Config, origin: Origin) -> None:
+    """ValueError naming the source of `run.out` where no run's folder can be."""
+    from samebit.lock import require_place
+
+    with _blamed(config, origin, "", ["run"]):
+        require_place(config.run.out)
+
+
 @contextmanager
 def model_of(source: str) -> Iterator[None]:
     """Put `source` (an option or a file; "" none) before what only fetching a model shows to be wrong."""
