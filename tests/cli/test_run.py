@@ -270,6 +270,23 @@ def test_what_rollout_cannot_read_or_write_is_said_before_sampling(tmp_path: Pat
         assert f"--out {out}: must be a file" in capsys.readouterr().err
 
 
+def test_rollout_writes_over_nothing(tmp_path: Path, capsys: Any):
+    prompts, link, old = (tmp_path / name for name in ("p.jsonl", "link.jsonl", "old.jsonl"))
+    prompts.write_text('{"prompt": "hello"}')
+    link.symlink_to(prompts)
+    old.write_text("kept")
+    for out, said in (
+        (prompts, "is the file of --prompts; choose another file"),
+        (link, "is the file of --prompts; choose another file"),
+        (old, "already exists; remove it or choose another file"),
+        (Path("/dev/null"), "is a device or a pipe"),
+    ):
+        args = ["rollout", str(tmp_path), "--prompts", str(prompts), "--out", str(out)]
+        assert main(args) == 2
+        assert f"--out {out}: {said}" in capsys.readouterr().err
+    assert prompts.read_text() == '{"prompt": "hello"}' and old.read_text() == "kept"
+
+
 @pytest.mark.parametrize("option", ["flow show fp8 --svg", "report {run} --out"])
 def test_a_drawing_or_page_that_cannot_be_written_names_its_option(
     made: tuple[str, str], tmp_path: Path, capsys: Any, option: str

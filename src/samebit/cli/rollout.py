@@ -27,7 +27,7 @@ ABOUT = (
 )
 OPTIONS = (
     Option("prompts", "FILE", "JSON lines with `prompt` (default: standard input)"),
-    Option("out", "FILE", "where completions go (default: standard output)"),
+    Option("out", "FILE", "a new file for the completions (default: standard output)"),
     Option("samples", "N", "completions per prompt (default 1)"),
     Option("raw", "", "text prompts go in as they are, without the chat template"),
     Option("logps", "", "also write token ids and the sampler's log-probs"),
@@ -56,6 +56,7 @@ def run(args: Sequence[str]) -> int:
     (name,) = expect(found, ["MODEL, RUN or CHECKPOINT"], USAGE)
     samples = found.number("samples", 1)
     require_place("out", found.text("out"))
+    _require_new(found.text("out"), found.text("prompts"))
     target = find_target(name, [(_whole_key(key), value) for key, value in found.overrides])
     rows = list(_read_rows(found.text("prompts")))
     if not rows:
@@ -88,6 +89,19 @@ def _generate(
     finally:
         reporter.close()
         engine.close()
+
+
+def _require_new(out: str, prompts: str) -> None:
+    """ValueError where `--out` is there already: completions are not drawn again for the asking."""
+    if not out or not Path(out).exists():
+        return
+    if prompts and Path(prompts).exists() and Path(out).samefile(prompts):
+        raise ValueError(f"--out {out}: is the file of --prompts; choose another file")
+    if not Path(out).is_file():
+        raise ValueError(
+            f"--out {out}: is a device or a pipe; leave --out away for standard output"
+        )
+    raise ValueError(f"--out {out}: already exists; remove it or choose another file")
 
 
 def _read_rows(path: str) -> Iterator[Any]:
