@@ -13,7 +13,7 @@ import torch
 from samebit.config import Config
 from samebit.engine.api import load_engine
 from samebit.engine.native import AUTO_CACHE_SHARE
-from samebit.engine.requests import check_stop_ids
+from samebit.engine.requests import check_stop_ids, positions_warning
 from samebit.lock import require_free
 from samebit.log import read_json_lines
 from samebit.models.config import ModelConfig, read_json
@@ -145,6 +145,8 @@ def _memory_of(
     config: Config, checks: Checks, model: ModelConfig, plan: Plan, available: int | None
 ) -> MemoryPlan:
     """`planned_memory` of a model and a plan that are known."""
+    if (cut := positions_warning(checks.sampling, model)) is not None:
+        log.warning("%s", cut)
     needs = checks.algorithm.needs | checks.correction.needs
     memory = plan_memory(model, plan, config, frozenset(needs), available)
     for warning in memory_warnings(config, memory, available):
@@ -160,13 +162,13 @@ def memory_warnings(config: Config, memory: MemoryPlan, available: int | None) -
             "fit the memory"
         )
     room = _main_memory() if available is None else available
-    size, tokens = config.rl.group_size, config.rollout.max_tokens
+    size, tokens = config.rl.group_size, memory.answer
     if memory.total > room and memory.tokens == size * tokens:
         length = memory.longest_answers(size, room)
         use = "lower rollout.max_tokens or rl.group_size"
         yield (
-            f"rollout.max_tokens = {tokens:,}: to train on {size} answers of that length takes about "
-            f"{memory.total / GIB:,.2f} GiB, more than the {room / GIB:,.2f} GiB there are; "
+            f"rollout.max_tokens = {config.rollout.max_tokens:,}: to train on {size} answers of {tokens:,} "
+            f"tokens takes about {memory.total / GIB:,.2f} GiB, more than the {room / GIB:,.2f} GiB there are; "
             + (f"{length:,} tokens each fit: {use}" if length else memory.advice("train"))
         )
 
@@ -183,10 +185,10 @@ def describe_memory(config: Config, memory: MemoryPlan, available: int | None) -
     rollout = config.rollout
     room = int(max(0, available - memory.standing) * AUTO_CACHE_SHARE)
     tokens = rollout.cache_tokens or room // memory.cache_row
-    at_once = min(rollout.max_batch, tokens // rollout.max_tokens)
+    at_once = min(rollout.max_batch, tokens // memory.answer)
     return (
         f"{memory.describe(available)}\n  a rollout has room for {tokens:,} tokens of keys and values: "
-        f"{at_once:,} completions of {rollout.max_tokens:,} tokens at once (rollout.max_batch is "
+        f"{at_once:,} completions of {memory.answer:,} tokens at once (rollout.max_batch is "
         f"{rollout.max_batch:,})"
     )
 

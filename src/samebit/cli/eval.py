@@ -67,6 +67,7 @@ def evaluate(
     """avg@n with its standard error, and pass@k, over the held-out prompts."""
     from samebit.collect import grade
     from samebit.engine.api import load_engine
+    from samebit.engine.requests import positions_warning
     from samebit.evaluation import summarise
     from samebit.loop import EVALUATION_SAMPLES, held_out
     from samebit.tasks.api import load_task
@@ -88,6 +89,8 @@ def evaluate(
             stop_ids=rollout.stop_ids,
             seed=config.seed,
         )
+        if (cut := positions_warning(sampling, model.config)) is not None:
+            reporter.note(cut)
         engine = load_engine(rollout.engine)(model, rollout, tokenizer, config.seed)
         groups = engine.generate(
             prompts,

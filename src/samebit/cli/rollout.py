@@ -78,6 +78,7 @@ def _generate(
     config: Any, model: Any, tokenizer: Tokenizer, prompts: list[Prompt], samples: int
 ) -> list[Group]:
     from samebit.engine.api import load_engine
+    from samebit.engine.requests import positions_warning
     from samebit.run_checks import sampling_of
 
     rollout = config.rollout
@@ -85,6 +86,8 @@ def _generate(
     engine = load_engine(rollout.engine)(model, rollout, tokenizer, config.seed)
     reporter = Reporter()
     try:
+        if (cut := positions_warning(sampling, model.config)) is not None:
+            reporter.note(cut)
         return engine.generate(prompts, samples, sampling, 0, reporter.progress("rollout"))
     finally:
         reporter.close()

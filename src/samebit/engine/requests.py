@@ -115,6 +115,16 @@ def transform_of(sampling: Sampling) -> Transform:
     return Transform(sampling.temperature, sampling.top_k, sampling.top_p)
 
 
+def positions_warning(sampling: Sampling, config: ModelConfig) -> str | None:
+    """What becomes of answers that may be longer than the model's positions; None where none may."""
+    if sampling.max_tokens <= config.max_position:
+        return None
+    return (
+        f"rollout.max_tokens = {sampling.max_tokens:,}: answers end at the model's "
+        f"{config.max_position:,} positions, of which their prompt takes its part"
+    )
+
+
 def begin(
     prompts: Sequence[Prompt], samples_per_prompt: int, first_sample_id: int = 0
 ) -> list[Group]:

@@ -58,6 +58,8 @@ class MemoryPlan:
     """Bytes that one more row of a pack would take."""
     cache_row: int = 0
     """Bytes of a token's keys and values over all layers."""
+    answer: int = 0
+    """Tokens of the longest answer there can be: rollout.max_tokens within the model's positions."""
 
     @property
     def total(self) -> int:
@@ -299,7 +301,8 @@ def plan_memory(
     available: bytes that train.recompute = "auto" fits the plan into; None: there is enough.
     """
     train, count = config.train, parameter_count(model, plan)
-    largest_group = config.rl.group_size * config.rollout.max_tokens
+    answer = min(config.rollout.max_tokens, model.max_position)
+    largest_group = config.rl.group_size * answer
     tokens = max(train.micro_batch_tokens, largest_group)
     logits = 2 * model.vocab_size if plan.recipe.train.head.library else 0
     head = logits + 2 * min(_HEAD_CHUNK, model.vocab_size) + 6 * model.hidden
@@ -340,4 +343,5 @@ def plan_memory(
         tokens,
         kept.size // tokens + passing + head,
         row,
+        answer,
     )
