@@ -72,7 +72,7 @@ def results(device: str = "") -> Iterator[Result]:
     """
     chosen = [device] if device else devices()
     for name in chosen:
-        get_ops(torch.device(name))
+        get_ops(torch.device(name), "--device")
         for check_name, check in _checks(name):
             start = time.perf_counter()
             passed, detail = check()

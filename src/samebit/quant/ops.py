@@ -36,14 +36,14 @@ def missing_for_cuda(device: torch.device) -> str | None:
     return None
 
 
-def get_ops(device: torch.device) -> Ops:
-    """The operator set for a device; ValueError, with the way out, where none exists."""
+def get_ops(device: torch.device, option: str = "--run.device") -> Ops:
+    """The operator set for a device; ValueError, with the way out by `option`, where none exists."""
     if device.type == "cpu":
         return reference
     if device.type != "cuda":
-        raise ValueError(f"device {device} has no operator set; use --run.device cpu or cuda")
+        raise ValueError(f"device {device} has no operator set; use {option} cpu or cuda")
     missing = missing_for_cuda(device)
     if missing is not None:
-        raise ValueError(f"device {device} cannot be used: {missing}. Use --run.device cpu")
+        raise ValueError(f"device {device} cannot be used: {missing}. Use {option} cpu")
     # late: triton must not be needed on a CPU
     return importlib.import_module("samebit.kernels.ops")
