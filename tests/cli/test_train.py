@@ -227,6 +227,10 @@ def test_a_run_that_ended_early_has_an_exit_code_of_its_own(
     ("args", "source"),
     [
         (["--recipe", "fp9"], "command line: --recipe: unknown recipe"),
+        (
+            ["--recipe", "fp88"],
+            "command line: --recipe: unknown recipe 'fp88'; did you mean 'fp8'?; known",
+        ),
         (["--rl.algorithm=grop", "--seed", "1"], "command line: --rl.algorithm: [rl]: unknown"),
         (["--rl.correction", "tiss"], "command line: --rl.correction: [rl.correction]: unknown"),
         (["--rl.clip-lo", "3", "--rl.clip_low", "0.1"], "command line: --rl.clip-lo: [rl]: grpo"),

@@ -32,7 +32,7 @@ def run(args: Sequence[str]) -> int:
         return 0
     (name,) = expect(found, ["FILE, RUN or CHECKPOINT"], USAGE)
     target = find_target(name, found.overrides)
-    needs_task(target.config)
+    needs_task(target.config, name)
     recipes = found.text("recipe", target.config.recipe).split(",")
     pass_reward = _pass_reward(found.text("pass-reward", "1"))
     from samebit.quant.plan import load_recipe

@@ -103,9 +103,14 @@ def load_policy(target: Target, recipe: str | None = None) -> tuple[Decoder, Tok
     return model, Tokenizer(source, model.config), source
 
 
-def needs_task(config: Config) -> TaskSection:
-    """The task of a config; ValueError for a bare model, which has none."""
+def needs_task(config: Config, name: str) -> TaskSection:
+    """The task of what `name` named; ValueError for a bare model, which has none, or for nothing."""
     if config.task.name == "none":
+        if not (Path(name).exists() or name.startswith("pypi:")):
+            raise ValueError(
+                f"{name}: no such folder; give a run folder, a checkpoint or a TOML file (a model, of a "
+                "hub too, needs a file's task: samebit eval FILE.toml --model MODEL)"
+            )
         raise ValueError(
             f"{config.model!r} is no run folder, checkpoint or TOML file, and a bare model has no "
             f"task; samebit eval FILE.toml --model {config.model} takes the file's task"

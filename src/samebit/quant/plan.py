@@ -16,6 +16,7 @@ from typing import Any
 
 from samebit.formats import AMAX_FLOOR, BLOCK
 from samebit.modules import import_named
+from samebit.option_table import did_you_mean
 from samebit.quant import recipes
 from samebit.quant.flow import is_unified
 from samebit.spec import Recipe, Role
@@ -106,8 +107,9 @@ def load_recipe(name: str) -> Recipe:
         return _recipe_of(import_named(name, "recipe"), name)
     if name not in recipe_names():
         known = ", ".join(recipe_names())
+        near = did_you_mean(name.lower(), recipe_names())
         raise ValueError(
-            f"unknown recipe {name!r}; known recipes: {known}; or give a dotted module"
+            f"unknown recipe {name!r}{near}; known recipes: {known}; or give a dotted module"
         )
     return _recipe_of(importlib.import_module(f"{recipes.__name__}.{name.replace('-', '_')}"), name)
 
