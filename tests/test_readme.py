@@ -76,9 +76,8 @@ def test_what_differed_or_failed_is_no_zero(
     monkeypatch.setattr(readme, "H200", tmp_path)
     monkeypatch.setattr(readme, "STUDIES", tmp_path)
 
-    def cells(engine: Any, backend: dict[str, Any], parity: int = 0) -> list[str]:
-        total = 2 if engine["a"]["ok"] else 3
-        held = {"cases_ok": 2, "cases_total": total, "cases": backend}
+    def cells(engine: Any, backend: dict[str, Any], total: int, parity: int = 0) -> list[str]:
+        held = {"cases_total": total, "cases": backend}
         kernels = {"cases_ok": 1, "cases_total": 1, "cases": {}, "elements_compared": 9}
         for name, record in (
             ("engine_cases", engine),
@@ -86,19 +85,37 @@ def test_what_differed_or_failed_is_no_zero(
             ("parity", kernels | {"elements_differing": parity}),
         ):
             (tmp_path / f"{name}.json").write_text(json.dumps(record))
-        return [" | ".join(line.split(" | ")[1:3]) for line in readme.zeros().splitlines()[2:]]
+        lines = readme.zeros().splitlines()[2:]
+        return [" | ".join(line.split(" | ")[1:3]) if line[:1] == "|" else line for line in lines]
 
-    good = {"ok": True, "differing": 0}
-    several = {"ok": True, "differing": [0, 0]}
-    assert cells({"a": good}, {"b": several, "c": {"ok": True}}) == [
+    good = {"ok": True, "differing": 0, "tokens": 1000}
+    several = {"ok": True, "differing": [0, 0], "tokens": [30, 4]}
+    found = cells(
+        {"a": good, "memory": {"ok": True}, "naive/x": {"ok": True, "differing": [0]}},
+        {"a": several, "gradients/x": {"ok": True}, "gradients/y": {"ok": False}},
+        total=3,
+    )
+    assert found[:4] == [
         "9 elements | **0**",
-        "1 of 1 and 2 of 2 cases | **0**",
+        "1,034 tokens in 2 of 2 cases | **0**",
+        "1 of 1 cases | **0**",
+        "",
     ]
-    bad = {"ok": False, "differing": 777}
-    found = cells({"a": bad}, {"b": several | {"ok": False, "differing": [0, 5]}}, parity=1234)
+    assert "memory, given back and taken again (1); gradients against" in found[4]
+    assert found[4].endswith("Passed: 2 of 3 cases; not: gradients/y.")
+    bad = {"ok": False, "differing": 777, "tokens": 900}
+    found = cells({"a": bad}, {"b": several | {"ok": False, "differing": [0, 5]}}, 2, parity=1234)
     assert found == [
         "9 elements | 1,234, **cause not proven**",
-        "0 of 1 and 2 of 3 cases; not: a, b | 782",
+        "934 tokens in 0 of 2 cases; not: a, b; 1 not run | 782",
     ]
-    (_, engine) = cells({"a": {"ok": False}}, {})
-    assert engine == "0 of 1 and 2 of 3 cases; not: a | 0, but cases failed or are missing"
+    (_, engine) = cells({"a": {"ok": False}}, {}, 0)
+    assert engine == "0 of 1 cases; not: a | 0, but cases failed or are missing"
+
+
+def test_a_number_of_tokens_is_of_cases_that_compare_tokens(readme: Any):
+    """Every case of the records is in one row or in the sentence below the table."""
+    cases, missing = readme.engine_cases()
+    others = [case for name, case in cases if readme.is_other(name)]
+    assert not missing and not any("tokens" in case or "differing" in case for case in others)
+    assert all("differing" in case for name, case in cases if not readme.is_other(name))
