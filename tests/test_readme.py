@@ -57,6 +57,38 @@ def test_the_page_on_products_says_what_the_records_say(readme: Any):
         assert f"{row['ours_us']:,.0f} ({row['ratio']:.2f})" in text, row["row"]
 
 
+def named(value: Any) -> str:
+    """Every key of a record, and what it says about itself in words."""
+    if isinstance(value, dict):
+        own = str(value["about"]) if "about" in value else ""
+        return " ".join([own, *value, *map(named, value.values())])
+    return " ".join(map(named, value)) if isinstance(value, list) else ""
+
+
+def test_records_that_name_no_hardware_versions_or_commit_are_listed():
+    text = TEXT.split("## Measured")[1].split("\n## ")[0]
+    facts = {
+        "hardware": r"\b(card|device|machine|processor|cpu|H200)\b",
+        "versions": r"\b(torch|python)\b",
+        "commit": r"\bcommit\b",
+    }
+    lacking: dict[str, list[str]] = {}
+    for path in sorted(set(re.findall(r"`([\w/]+)\.(?:md|json)`", text))):
+        places = [ROOT / place / f"{path}.json" for place in PLACES]
+        (file,) = [p for p in places if p.exists()] or [None]
+        said = named(json.loads(file.read_text(encoding="utf-8"))) if file else ""
+        missing = [fact for fact, pattern in facts.items() if not re.search(pattern, said)]
+        if file and missing:
+            lacking[file.name] = missing
+    assert lacking == {
+        "grading.json": ["commit"],
+        "engine_cases.json": ["versions"],
+        "study.json": ["hardware", "versions", "commit"],
+    }
+    introduction = text.split("\n\n")[1]
+    assert all(name in introduction for name in lacking)
+
+
 def test_a_missing_record_leaves_its_line_out(
     readme: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
