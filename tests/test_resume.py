@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -375,6 +376,23 @@ def test_a_resumed_run_says_what_it_changes(
     said = capsys.readouterr().err
     assert "another configuration" in said and "learning_rate = 0.0001" in said
     assert "steps = 7" in said and "resumed from" in said
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_run_resumed_with_other_threads_says_that_its_bits_may_be_others(
+    file: Path, unbroken: Path, tmp_path: Path, capsys: Any, threads: int
+):
+    out, before = tmp_path / "out", torch.get_num_threads()
+    shutil.copytree(unbroken, out)
+    args = ["--out", str(out), "--resume", "--steps", "7", "--run.threads", str(threads)]
+    try:
+        assert main(["train", str(file), *args, "--run.device", "cpu"]) == 0
+    finally:
+        torch.set_num_threads(before)
+    said = " ".join(capsys.readouterr().err.split())
+    note = "resumed with 2 CPU threads after 1: threads are part of a CPU run's numerics, so what follows"
+    assert said.count(note) == (threads == 2)
+    assert said.count("(they are with --run.threads 1)") == (threads == 2)
 
 
 FULL = """

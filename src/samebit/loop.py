@@ -42,6 +42,7 @@ from samebit.run_checks import (
     available_memory,
     choose_device,
     describe_memory,
+    other_threads,
     out_of_memory,
     planned_memory,
     require_same_plan,
@@ -167,6 +168,9 @@ class Run:
                 f"{self.progress.step} finished steps; use more than that to go on"
             )
         self.report.note(f"resumed from {found}")
+        threads = checkpoint.extra(found, "machine").get("threads")
+        if not self.finished and (other := other_threads(threads, self.model.device)):
+            self.report.note(other)
 
     @property
     def finished(self) -> bool:
@@ -242,6 +246,7 @@ class Run:
             self.progress,
             self.config.run.keep_checkpoints,
             self.about
+            | {"machine": {"threads": torch.get_num_threads()}}
             | ({"pending": self.pending} if self.pending else {})
             | ({"held": partial.about(self.held, transform)} if self.held else {}),
             pinned_checkpoints(self.folder),

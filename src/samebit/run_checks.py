@@ -124,6 +124,17 @@ def set_threads(config: Config) -> None:
         torch.set_num_threads(config.run.threads)
 
 
+def other_threads(before: int | None, device: torch.device) -> str | None:
+    """What it means that a run on a CPU goes on with other threads; before: the checkpoint's, if known."""
+    now = torch.get_num_threads()
+    if before in (None, now) or device.type != "cpu":
+        return None
+    return (
+        f"resumed with {now} CPU threads after {before}: threads are part of a CPU run's numerics, so what "
+        f"follows need not be the unbroken run's bits (they are with --run.threads {before})"
+    )
+
+
 def available_memory(config: Config, device: torch.device) -> int | None:
     """Bytes of the device that a run is planned into; None on a CPU."""
     if device.type != "cuda":
