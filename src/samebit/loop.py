@@ -45,11 +45,12 @@ from samebit.run_checks import (
     other_threads,
     out_of_memory,
     planned_memory,
+    require_enough_steps,
     require_same_plan,
     require_unused,
     set_threads,
 )
-from samebit.signals import Signals
+from samebit.signals import Signals, lost_steps
 from samebit.train import checkpoint
 from samebit.train.checkpoint import Progress
 from samebit.train.invariant import apply_invariant_scale
@@ -162,11 +163,7 @@ class Run:
         self.pending = checkpoint.extra(found, "pending")
         about, transform = checkpoint.extra(found, "held"), self.trainer.scorer.transform
         self.held = partial.read_held(found, about, self.task, transform)
-        if self.progress.step > self.config.train.steps:
-            raise ValueError(
-                f"train.steps = {self.config.train.steps}, but {self.folder} holds "
-                f"{self.progress.step} finished steps; use more than that to go on"
-            )
+        require_enough_steps(self.config, self.progress.step)
         self.report.note(f"resumed from {found}")
         threads = checkpoint.extra(found, "machine").get("threads")
         if not self.finished and (other := other_threads(threads, self.model.device)):
@@ -257,13 +254,7 @@ class Run:
 
     def unsaved(self) -> str:
         """Which finished steps no checkpoint holds, for people; "" for none."""
-        if not (count := self.progress.step - self.saved_step):
-            return ""
-        steps = f"the {count} finished step{'s' if count > 1 else ''}"
-        which = (
-            "since the last checkpoint" if self.saved_step else "(all there are: no checkpoint yet)"
-        )
-        return f"{steps} {which} {'are' if count > 1 else 'is'} lost"
+        return lost_steps(self.progress.step, self.saved_step)
 
     def one_step(self) -> dict[str, float]:
         """One rollout and the updates on it; advances `progress`."""

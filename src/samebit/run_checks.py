@@ -109,6 +109,15 @@ def require_same_plan(folder: Path, plan: Plan) -> None:
         plan.require_same(written, f"run {folder} (plan.json)")
 
 
+def require_enough_steps(config: Config, finished: int) -> None:
+    """ValueError where a run has finished more steps than it is to have."""
+    if finished > config.train.steps:
+        raise ValueError(
+            f"train.steps = {config.train.steps}, but {Path(config.run.out)} holds "
+            f"{finished} finished steps; use more than that to go on"
+        )
+
+
 def choose_device(config: Config) -> torch.device:
     """run.device as a torch device, ValueError where it cannot be used; auto is the GPU or the CPU."""
     if config.run.device != "auto":

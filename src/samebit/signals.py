@@ -25,6 +25,15 @@ _SAID = {
 }
 
 
+def lost_steps(finished: int, saved: int) -> str:
+    """What leaving at once loses, for people; "" for nothing. saved: the last checkpoint's step, 0: none."""
+    if not (count := finished - saved):
+        return ""
+    steps = f"the {count} finished step{'s' if count > 1 else ''}"
+    which = "since the last checkpoint" if saved else "(all there are: no checkpoint yet)"
+    return f"{steps} {which} {'are' if count > 1 else 'is'} lost"
+
+
 class Signals:
     """Handlers for the time of a `with` block (main thread only; elsewhere nothing is installed).
 
