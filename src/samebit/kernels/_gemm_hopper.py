@@ -1,9 +1,8 @@
 """Warp-specialised, persistent Hopper GEMM in Gluon, shared by every operator of the family.
 
-One producer warp feeds a ring of shared-memory stages by TMA; one or two consumer warp groups run
-`wgmma` on 64-row strips and keep the FP32 accumulators. Operand A is the M side of the MMA: the
-activations, or with SWAP the weights (few tokens: outputs fill the 64 rows a `wgmma` needs).
-The result of an element depends on its row of A, its row of B and the order of K, on nothing else.
+One producer warp feeds a ring of shared-memory stages by TMA; one or two consumer warp groups run `wgmma` on
+64-row strips with FP32 accumulators. A, the M side, is the activations, or with SWAP the weights (few tokens:
+outputs fill a `wgmma`'s 64 rows). An element depends on its row of A, its row of B and the order of K alone.
 """
 
 from triton.experimental import gluon
