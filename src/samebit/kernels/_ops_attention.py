@@ -138,13 +138,13 @@ def attention_quantize(
     precision: Precision,
 ) -> Operand:
     """`attention` over a cache, as the operand of the product after it; decode's kernel makes the codes."""
-    if precision.block == GROUPS and precision.format == "e4m3":
-        check_spec(spec)
-        tensors, scales, rows = _paged_parts(q_THD, k_SGD, v_SGD, layout)
-        if decodes_to_codes(*tensors, rows):
-            codes, out_scale = attention_codes(*tensors, rows, scale, **scales)
-            return Operand(codes, out_scale, precision, codes.shape[1])
-    out, _ = attention(q_THD, k_SGD, v_SGD, layout, scale, spec)
+    check_spec(spec)
+    tensors, scales, rows = _paged_parts(q_THD, k_SGD, v_SGD, layout)
+    in_groups = precision.block == GROUPS and precision.format == "e4m3"
+    if in_groups and decodes_to_codes(*tensors, rows):
+        codes, out_scale = attention_codes(*tensors, rows, scale, **scales)
+        return Operand(codes, out_scale, precision, codes.shape[1])
+    out, _ = attention_forward(*tensors, rows, scale, **scales)
     return quantize_activation(out.flatten(1), precision)
 
 
