@@ -7,12 +7,11 @@ import math
 from dataclasses import dataclass
 
 import torch
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from samebit.kernels import _gemm_plain as plain
 from samebit.kernels._gemm_hopper import hopper_gemm_kernel
 from samebit.kernels._gemm_problem import GLOBAL, NONE, RING
+from samebit.kernels.launch import Box, form, launch, rows_box
 
 GROUP = 128
 
@@ -46,19 +45,6 @@ def _sm_count(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-@functools.lru_cache
-def _layout(swizzle: int, bits: int, rank: int = 2) -> NVMMASharedLayout:
-    """Made once: checking its own fields costs as much as a launch."""
-    return NVMMASharedLayout(swizzle, bits, rank)
-
-
-def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    layout = _layout(min(128, columns * tensor.element_size()), tensor.element_size() * 8)
-    return TensorDescriptor(
-        tensor, list(tensor.shape), list(tensor.stride()), [rows, columns], layout
-    )
-
-
 def tma_ready(tensor: torch.Tensor) -> bool:
     """Whether the copy engine can address `tensor`: 16-byte aligned base and rows."""
     return (
@@ -79,12 +65,12 @@ def _scale_source(scale: torch.Tensor, vector: bool, ring: bool) -> int:
     return GLOBAL.value
 
 
-def _scale_descriptor(scale: torch.Tensor, source: int, box: int, other: TensorDescriptor):
+def _scale_box(scale: torch.Tensor, source: int, rows: int, other: Box) -> Box:
     """A flat view: a box past a group's last row reads the next group's, for rows not stored."""
     if source != RING.value:
         return other
     length = (scale.shape[1] - 1) * scale.stride(1) + scale.shape[0]
-    return TensorDescriptor(scale, [length], [1], [box], _layout(0, 32, 1))
+    return Box(scale, form((rows,), 0, 32), (length,), (1,))
 
 
 def hopper_gemm(
@@ -122,16 +108,16 @@ def hopper_gemm(
     ring = tile.ring and mode == plain.BLOCK
     a_source, b_source = _scale_source(sa, a_vector, ring), _scale_source(sb, b_vector, ring)
     tma_out = not tile.swap and not add and out_MN.dtype == torch.bfloat16 and tma_ready(out_MN)
-    a_desc = _descriptor(a, min(tile.rows, 64), step)
+    a_desc = rows_box(a, min(tile.rows, 64), step)
     assert tile.rows == 64 * tile.consumers or (tile.rows, tile.consumers) == (32, 1)
     assert stages <= 32, "the kernel keeps 32 barriers"
     tiles = -(-rows // tile.rows) * -(-cols // tile.columns)
     grid = (min(tiles, _sm_count(out_MN.device.index or 0) * tile.per_sm),)
-    hopper_gemm_kernel[grid](  # pyright: ignore[reportIndexIssue]
-        a_desc, _descriptor(b, tile.columns, step),
-        _scale_descriptor(sa, a_source, min(tile.rows, 64), a_desc),
-        _scale_descriptor(sb, b_source, max(tile.columns, 32), a_desc),
-        _descriptor(out_MN, 64, tile.columns) if tma_out else a_desc,
+    launch(hopper_gemm_kernel, grid,
+        a_desc, rows_box(b, tile.columns, step),
+        _scale_box(sa, a_source, min(tile.rows, 64), a_desc),
+        _scale_box(sb, b_source, max(tile.columns, 32), a_desc),
+        rows_box(out_MN, 64, tile.columns) if tma_out else a_desc,
         out_MN, sa, sb, out_MN if bias_N is None else bias_N, rows, cols, steps, out_MN.stride(0),
         sa.stride(0), sa.stride(1) if sa.ndim > 1 else 0,
         sb.stride(0), sb.stride(1) if sb.ndim > 1 else 0,

@@ -59,7 +59,7 @@ def check_shape(name: str, tensor: torch.Tensor, *shape: int) -> None:
         )
 
 
-def launch(
+def multiply(
     operator: str,
     mode: int,
     x_MK: torch.Tensor,

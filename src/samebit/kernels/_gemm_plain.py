@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from samebit.kernels.launch import cdiv, launch
+
 BLOCK = 1
 """Per-128 promotion: acc = fma(dot128, fl(row_scale * col_scale), acc)."""
 ROW = 2
@@ -107,11 +109,11 @@ def plain_gemm(
     if M == 0:
         return out_MN
     step = 64 if mode == BF16 else 128
-    span = promote or triton.cdiv(K, step) * step
+    span = promote or cdiv(K, step) * step
     sa = a_scale if a_scale is not None else out_MN
     sb = b_scale if b_scale is not None else out_MN
-    grid = (triton.cdiv(M, tile[0]), triton.cdiv(N, tile[1]))
-    plain_gemm_kernel[grid](  # pyright: ignore[reportIndexIssue]
+    grid = (cdiv(M, tile[0]), cdiv(N, tile[1]))
+    launch(plain_gemm_kernel, grid,
         a_MK, b_NK, out_MN, sa, sb, bias_N if bias_N is not None else out_MN,
         M, N, K,
         a_MK.stride(0), b_NK.stride(0), out_MN.stride(0), out_MN.stride(1),

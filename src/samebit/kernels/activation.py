@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from samebit.formats import BLOCK, Format
+from samebit.kernels.launch import cdiv, launch
 from samebit.kernels.norm import ROW_INT8, code_mode
 from samebit.kernels.quantize_common import (
     NUMERIC_OPTIONS,
@@ -113,7 +114,9 @@ def _forward(
     if T == 0:
         return y, codes, scale
     rows = 8 if T <= FEW else ROWS
-    _silu_mul_kernel[(padded(F) // BLOCK, triton.cdiv(T, rows))](
+    launch(
+        _silu_mul_kernel,
+        (padded(F) // BLOCK, cdiv(T, rows)),
         gate_TF,
         up_TF,
         gate_TF if y is None else y,
@@ -183,7 +186,9 @@ def silu_mul_backward(
         dup_TF = torch.empty((T, F), dtype=torch.bfloat16, device=dy_TF.device)
     if T == 0:
         return dgate_TF, dup_TF
-    _silu_mul_backward_kernel[(padded(F) // BLOCK, triton.cdiv(T, ROWS))](
+    launch(
+        _silu_mul_backward_kernel,
+        (padded(F) // BLOCK, cdiv(T, ROWS)),
         dy_TF,
         gate_TF,
         up_TF,

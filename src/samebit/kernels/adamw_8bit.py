@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from samebit.kernels.launch import cdiv, launch
 from samebit.kernels.quantize_common import NUMERIC_OPTIONS
 
 ROWS = 8
@@ -104,7 +105,9 @@ def update_8bit(
     """
     assert p.is_contiguous() and grad.is_contiguous()
     blocks = len(state["exp_avg_scale"])
-    _update_kernel[(triton.cdiv(blocks, ROWS),)](
+    launch(
+        _update_kernel,
+        (cdiv(blocks, ROWS),),
         p,
         grad,
         state["exp_avg"],

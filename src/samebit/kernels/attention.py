@@ -6,11 +6,10 @@ Legend: T query rows, S key rows, H query heads, G key/value heads, D head size.
 from __future__ import annotations
 
 import torch
-import triton
 
 from samebit.formats import BLOCK
 from samebit.kernels.attention_decode_launch import Result, fast_decode, launch_decode
-from samebit.kernels.attention_gradient import attention_backward, rows_descriptor
+from samebit.kernels.attention_gradient import attention_backward, head_rows
 from samebit.kernels.attention_hopper import attention_hopper_kernel
 from samebit.kernels.attention_layout import (
     KEY_BLOCK,
@@ -26,6 +25,7 @@ from samebit.kernels.attention_layout import (
 from samebit.kernels.attention_pages import LOG2E, or_unused, page_rows, pages_fit, strides_of
 from samebit.kernels.attention_prefill import attention_prefill_kernel
 from samebit.kernels.attention_stream import attention_stream_kernel
+from samebit.kernels.launch import cdiv, launch
 from samebit.kernels.quantize_common import empty_activation_scale
 
 MAX_GROUP = 64
@@ -142,8 +142,8 @@ def _prefill(q, k, v, scales, layout: Layout, scale: float, out, lse) -> None:
         table = context = starts = segments
         width, page = 0, KEY_BLOCK
         count, longest, keys = segments.shape[0], layout.max_length, layout.max_keys
-    grid = (count * G, triton.cdiv(longest, tokens))
-    attention_prefill_kernel[grid](
+    grid = (count * G, cdiv(longest, tokens))
+    launch(attention_prefill_kernel, grid,
         q, k, v, *or_unused(scales, lse), out, lse, segments, table, context, starts, width,
         scale * LOG2E, *strides_of(k, v, k_scale, v_scale), H=H, G=G, D=D, KB=KEY_BLOCK,
         SPLIT_BLOCKS=SPLIT_KEYS // KEY_BLOCK, PAGE=page, PAGED=paged, FP8=fp8,
@@ -156,9 +156,9 @@ def _packed(q, k, v, layout: PackedLayout, scale: float, out, lse) -> None:
     """BF16 segments. On short segments this beats the streaming kernel, which knows them too."""
     H, D = q.shape[1:]
     G = k.shape[1]
-    grid = (layout.segments.shape[0] * H, triton.cdiv(layout.max_length, TILE_TOKENS))
-    attention_hopper_kernel[grid](
-        rows_descriptor(q, 64), rows_descriptor(k, KEY_BLOCK), rows_descriptor(v, KEY_BLOCK), k, v,
+    grid = (layout.segments.shape[0] * H, cdiv(layout.max_length, TILE_TOKENS))
+    launch(attention_hopper_kernel, grid,
+        head_rows(q, 64), head_rows(k, KEY_BLOCK), head_rows(v, KEY_BLOCK), k, v,
         out, lse, layout.segments, scale * LOG2E, k.stride(0), v.stride(0), H=H, G=G, D=D,
         KB=KEY_BLOCK, SPLIT_BLOCKS=SPLIT_KEYS // KEY_BLOCK, STAGES=2, CONSUMER_REGS=232,
         PRODUCER_REGS=40, num_warps=4, enable_fp_fusion=False,
@@ -175,7 +175,7 @@ def _stream(q, k, v, scales, layout: Layout, scale: float, out, lse) -> None:
         assert k_rows is not None and v_rows is not None and layout.query_starts is not None
         k_view, v_view, row_units = k_rows[0], v_rows[0], (*k_rows[1], *v_rows[1])
         B = layout.block_table.shape[0]
-        num_tiles = triton.cdiv(layout.max_query_length, TILE_TOKENS) * B * H
+        num_tiles = cdiv(layout.max_query_length, TILE_TOKENS) * B * H
         programs = num_tiles
         tables = (
             layout.block_table,
@@ -191,9 +191,9 @@ def _stream(q, k, v, scales, layout: Layout, scale: float, out, lse) -> None:
         num_tiles = layout.forward_tiles.shape[0] * H
         programs = min(num_tiles, torch.cuda.get_device_properties(q.device).multi_processor_count)
         tables = (layout.forward_tiles,) * 4 + (0, 1)
-    attention_stream_kernel[(programs,)](
-        rows_descriptor(q, 64), rows_descriptor(k, KEY_BLOCK, k_view),
-        rows_descriptor(v, KEY_BLOCK, v_view), k, v, *or_unused(scales, lse), out, lse, *tables,
+    launch(attention_stream_kernel, (programs,),
+        head_rows(q, 64), head_rows(k, KEY_BLOCK, k_view),
+        head_rows(v, KEY_BLOCK, v_view), k, v, *or_unused(scales, lse), out, lse, *tables,
         num_tiles, scale * LOG2E, *row_units, *strides_of(k, v, *scales[1:]), H=H, G=G, D=D,
         KB=KEY_BLOCK, SPLIT_BLOCKS=SPLIT_KEYS // KEY_BLOCK, STAGES=2,
         PAGE=k.shape[1] if isinstance(layout, PagedLayout) else KEY_BLOCK,

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
 from samebit.kernels.attention_decode import attention_decode_kernel, attention_fold_kernel
 from samebit.kernels.attention_decode_codes import attention_decode_codes_kernel
 from samebit.kernels.attention_decode_hopper import attention_decode_hopper_kernel
-from samebit.kernels.attention_gradient import rows_descriptor
+from samebit.kernels.attention_gradient import head_rows
 from samebit.kernels.attention_layout import (
     KEY_BLOCK,
     PLAIN_STAGES,
@@ -20,6 +19,7 @@ from samebit.kernels.attention_layout import (
     on_card,
 )
 from samebit.kernels.attention_pages import LOG2E, or_unused, page_rows, pages_fit, strides_of
+from samebit.kernels.launch import cdiv, launch, next_power_of_2
 
 MAX_GROUP = 32
 """Query heads of a group that the warp-specialised kernel holds; the plain kernel takes 64."""
@@ -44,7 +44,7 @@ def splits_per_program(programs: int, splits: int) -> int:
     A scheduling choice only: every split's partial result and their fold are the same.
     """
     for count, enough in ((4, 1024), (2, 256)):
-        if programs * triton.cdiv(splits, count) >= enough:
+        if programs * cdiv(splits, count) >= enough:
             return count
     return 1
 
@@ -62,7 +62,7 @@ def fast_decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 def launch_decode(q, k, v, scales, layout: PagedLayout, scale: float, result: Result) -> None:
     """Fill `result`; operands as `attention_forward` takes them, scales = (q, k, v) or three None."""
     B, H, D = q.shape
-    splits = max(triton.cdiv(layout.max_context, SPLIT_KEYS), 1)
+    splits = max(cdiv(layout.max_context, SPLIT_KEYS), 1)
     call = _Call(q, k, v, scales, layout, scale * LOG2E, result, splits, _parts(q, splits))
     constants = {
         "H": H, "D": D, "KB": KEY_BLOCK, "SPLIT_BLOCKS": SPLIT_KEYS // KEY_BLOCK,
@@ -76,7 +76,7 @@ def launch_decode(q, k, v, scales, layout: PagedLayout, scale: float, result: Re
         _launch_plain(call, constants)
     if splits > finished:
         out = result.out if result.scale is None else result.out.view(torch.uint8)
-        attention_fold_kernel[(B, H)](
+        launch(attention_fold_kernel, (B, H),
             *call.parts, out, call.out_scale, result.lse, layout.context_lens, splits,
             *call.scale_strides, FP8=call.fp8, FINISHED=finished, QUANTIZE=result.scale is not None,
             num_warps=1, **constants,
@@ -133,9 +133,9 @@ def _launch_fast(call: _Call, finished: int, constants: dict[str, Any]) -> None:
     k_rows, v_rows = page_rows(k), page_rows(v)
     assert k_rows is not None and v_rows is not None
     (B, H, D), G = q.shape, k.shape[-2]
-    chunks = triton.cdiv(call.splits, finished)
+    chunks = cdiv(call.splits, finished)
     boxes = [
-        rows_descriptor(x, KEY_BLOCK >> part, rows[0])
+        head_rows(x, KEY_BLOCK >> part, rows[0])
         for x, rows in ((k, k_rows), (v, v_rows))
         for part in range(3)
     ]
@@ -149,14 +149,14 @@ def _launch_fast(call: _Call, finished: int, constants: dict[str, Any]) -> None:
         "num_warps": 4, **constants,
     }  # fmt: skip
     if not call.fp8:
-        attention_decode_hopper_kernel[(B * G, chunks)](
+        launch(attention_decode_hopper_kernel, (B * G, chunks),
             *boxes, q, *results, *rows, SLOTS=3 if D == 128 else 6, FEEDER_REGS=24, maxnreg=128,
             **options,
         )  # fmt: skip
         return
     items = B * G * chunks
     order = layout.context_lens if layout.order is None else layout.order
-    attention_decode_codes_kernel[(min(items, programs_at_once(q)),)](
+    launch(attention_decode_codes_kernel, (min(items, programs_at_once(q)),),
         *boxes, q, *call.scales, *results, order, items, chunks, *rows, *call.strides[6:],
         N=_columns(H // G), ORDERED=layout.order is not None, SLOTS=4, FEEDER_REGS=88,
         maxnreg=128, **options,
@@ -167,7 +167,7 @@ def _launch_plain(call: _Call, constants: dict[str, Any]) -> None:
     """A program a split, by ordinary loads."""
     assert call.result.scale is None, "the plain kernel has no codes"
     q, k, result = call.q, call.k, call.result
-    attention_decode_kernel[(q.shape[0] * k.shape[-2], call.splits)](
+    launch(attention_decode_kernel, (q.shape[0] * k.shape[-2], call.splits),
         q, k, call.v, *or_unused(call.scales, result.lse), result.out, result.lse, *call.parts,
         *call.tables, *call.strides, G=k.shape[-2], PAGE=k.shape[1], ROWS=64, STAGES=PLAIN_STAGES,
         FP8=call.fp8, num_warps=4, **constants,
@@ -176,4 +176,4 @@ def _launch_plain(call: _Call, constants: dict[str, Any]) -> None:
 
 def _columns(group: int) -> int:
     """Columns of the products of codes that hold a group's query heads."""
-    return max(8, triton.next_power_of_2(group))
+    return max(8, next_power_of_2(group))

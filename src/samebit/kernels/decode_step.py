@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from samebit.kernels.launch import cdiv, launch
+
 HEADER = 4
 """Words before a row's page numbers."""
 _HEADER = tl.constexpr(HEADER)
@@ -91,7 +93,7 @@ def longest_first(contexts_B: torch.Tensor) -> torch.Tensor:
     """Sequences by falling context, int32 [B]; contexts int32 [B], contiguous."""
     order = torch.empty_like(contexts_B)
     B = contexts_B.numel()
-    _order_kernel[(triton.cdiv(B, ROWS),)](contexts_B, order, B, ROWS=ROWS, num_warps=4)
+    launch(_order_kernel, (cdiv(B, ROWS),), contexts_B, order, B, ROWS=ROWS, num_warps=4)
     return order
 
 
@@ -105,7 +107,7 @@ def prepare(
 ) -> None:
     """Fill positions and slots (int64), contexts (int32, 0 for idle rows) and noise keys from `meta`."""
     B, width = meta_BW.shape
-    _prepare_kernel[(triton.cdiv(B, ROWS),)](
+    launch(_prepare_kernel, (cdiv(B, ROWS),),
         meta_BW, positions_B, slots_B, contexts_B, keys_B2, B, width,
         PAGE=page_size, ROWS=ROWS, num_warps=4,
     )  # fmt: skip
@@ -121,6 +123,17 @@ def advance(
 ) -> None:
     """Note (id, bits of the log-prob) in out int32 [B, 2]; active rows take the id and move on by one."""
     B, width = meta_BW.shape
-    _advance_kernel[(triton.cdiv(B, ROWS),)](
-        drawn_B, logp_B, meta_BW, ids_B, out_B2, B, width, vocabulary, ROWS=ROWS, num_warps=4
+    launch(
+        _advance_kernel,
+        (cdiv(B, ROWS),),
+        drawn_B,
+        logp_B,
+        meta_BW,
+        ids_B,
+        out_B2,
+        B,
+        width,
+        vocabulary,
+        ROWS=ROWS,
+        num_warps=4,
     )

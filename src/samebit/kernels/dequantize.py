@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from samebit.kernels.launch import cdiv, launch
 from samebit.kernels.quantize_common import NUMERIC_OPTIONS, round_to_bf16
 
 ROWS, COLUMNS = 16, 256
@@ -51,7 +52,9 @@ def dequantize(
     assert codes_RK.stride(1) == 1 and scale_RG.dim() == 2 and block[0] > 0
     out = torch.empty((R, width), dtype=torch.bfloat16, device=codes_RK.device)
     if R:
-        _dequantize_kernel[(triton.cdiv(R, ROWS), triton.cdiv(width, COLUMNS))](
+        launch(
+            _dequantize_kernel,
+            (cdiv(R, ROWS), cdiv(width, COLUMNS)),
             codes_RK,
             scale_RG,
             out,

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from samebit.kernels.launch import cdiv, launch, next_power_of_2
 from samebit.kernels.quantize_common import NUMERIC_OPTIONS, round_to_bf16
 
 
@@ -48,9 +49,11 @@ def embed(ids_T: torch.Tensor, weight_VK: torch.Tensor) -> torch.Tensor:
     T, K = ids_T.shape[0], weight_VK.shape[1]
     assert weight_VK.stride(1) == 1
     out = torch.empty((T, K), dtype=torch.bfloat16, device=weight_VK.device)
-    width = min(triton.next_power_of_2(K), 4096)
+    width = min(next_power_of_2(K), 4096)
     if T:
-        _embed_kernel[(T, triton.cdiv(K, width))](
+        launch(
+            _embed_kernel,
+            (T, cdiv(K, width)),
             ids_T,
             weight_VK,
             out,
@@ -73,8 +76,18 @@ def embed_backward(
     if T == 0:
         return dweight_VK
     sorted_ids, order = torch.sort(ids_T, stable=True)
-    width = min(triton.next_power_of_2(K), 1024)
-    _embed_backward_kernel[(T, triton.cdiv(K, width))](
-        sorted_ids, order, dy_TK, dweight_VK, T, K, WIDTH=width, num_warps=4, **NUMERIC_OPTIONS
+    width = min(next_power_of_2(K), 1024)
+    launch(
+        _embed_backward_kernel,
+        (T, cdiv(K, width)),
+        sorted_ids,
+        order,
+        dy_TK,
+        dweight_VK,
+        T,
+        K,
+        WIDTH=width,
+        num_warps=4,
+        **NUMERIC_OPTIONS,
     )
     return dweight_VK

@@ -6,7 +6,7 @@ import torch
 
 from samebit.kernels import _gemm_plain as plain
 from samebit.kernels._gemm_fast import Tile
-from samebit.kernels._gemm_launch import check_operands, launch, output
+from samebit.kernels._gemm_launch import check_operands, multiply, output
 
 
 def bf16_gemm(
@@ -29,4 +29,4 @@ def bf16_gemm(
         raise ValueError(f"out_dtype must be bfloat16 or float32, got {out_dtype}")
     M, stored = x_MK.shape[0], w_NK.shape[0]
     out_MN = output(out, M, n or stored, stored, out_dtype, x_MK.device)
-    return launch("bf16", plain.BF16, x_MK, w_NK, out_MN, bias_N=bias_N, tile=tile)
+    return multiply("bf16", plain.BF16, x_MK, w_NK, out_MN, bias_N=bias_N, tile=tile)

@@ -10,7 +10,7 @@ import torch
 
 from samebit.kernels import _gemm_plain as plain
 from samebit.kernels._gemm_fast import Tile
-from samebit.kernels._gemm_launch import GROUP, check_operands, check_shape, launch, output
+from samebit.kernels._gemm_launch import GROUP, check_operands, check_shape, multiply, output
 
 
 def fp8_block_gemm(
@@ -42,7 +42,7 @@ def fp8_block_gemm(
     check_shape("x_scale_MG", x_scale_MG, M, K // GROUP)
     check_shape("w_scale", w_scale, stored // GROUP, K // GROUP)
     out_MN = output(out, M, n or stored, stored, torch.bfloat16, x_MK.device)
-    return launch(
+    return multiply(
         "fp8_block", plain.BLOCK, x_MK, w_NK, out_MN, x_scale=x_scale_MG, w_scale=w_scale,
         w_scale_rows=GROUP, promote=GROUP, bias_N=bias_N, tile=tile,
     )  # fmt: skip

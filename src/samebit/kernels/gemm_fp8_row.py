@@ -6,7 +6,7 @@ import torch
 
 from samebit.kernels import _gemm_plain as plain
 from samebit.kernels._gemm_fast import Tile
-from samebit.kernels._gemm_launch import GROUP, check_operands, check_shape, launch, output
+from samebit.kernels._gemm_launch import GROUP, check_operands, check_shape, multiply, output
 
 
 def fp8_row_gemm(
@@ -34,7 +34,7 @@ def fp8_row_gemm(
     check_shape("x_scale_M", x_scale_M, M)
     check_shape("w_scale_N", w_scale_N, stored)
     out_MN = output(out, M, n or stored, stored, torch.bfloat16, x_MK.device)
-    return launch(
+    return multiply(
         "fp8_row", plain.ROW, x_MK, w_NK, out_MN, x_scale=x_scale_M, w_scale=w_scale_N,
         promote=promote, bias_N=bias_N, tile=tile,
     )  # fmt: skip

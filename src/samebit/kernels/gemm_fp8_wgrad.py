@@ -6,7 +6,7 @@ import torch
 
 from samebit.kernels import _gemm_plain as plain
 from samebit.kernels._gemm_fast import Tile
-from samebit.kernels._gemm_launch import GROUP, check_operands, check_shape, launch, output
+from samebit.kernels._gemm_launch import GROUP, check_operands, check_shape, multiply, output
 
 
 def fp8_block_wgrad(
@@ -38,7 +38,7 @@ def fp8_block_wgrad(
     if accumulate and out is None:
         raise ValueError("accumulate=True needs out, the gradient to add to")
     out_NK = output(out, N, K, K, torch.float32, dy_NT.device)
-    return launch(
+    return multiply(
         "fp8_wgrad", plain.BLOCK, dy_NT, x_KT, out_NK, x_scale=dy_scale_NG, w_scale=x_scale_KG,
         w_scale_rows=GROUP if per_block else 1, promote=GROUP, add=accumulate, tile=tile,
     )  # fmt: skip

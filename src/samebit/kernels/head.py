@@ -23,6 +23,7 @@ from samebit.kernels.head_tile import (
     tile_place,
     tile_scaled_logits,
 )
+from samebit.kernels.launch import cdiv, launch, next_power_of_2
 from samebit.kernels.quantize_common import NUMERIC_OPTIONS, tree_sum
 
 
@@ -159,7 +160,9 @@ def known_normaliser(
     lse = torch.empty((T,), dtype=torch.float32, device=hidden_TK.device)
     block = 1024
     if T:
-        _known_normaliser_kernel[(T,)](
+        launch(
+            _known_normaliser_kernel,
+            (T,),
             hidden_TK,
             weight_VK,
             target_T,
@@ -167,7 +170,7 @@ def known_normaliser(
             logp_T,
             lse,
             K,
-            WIDTH=triton.cdiv(K, block) * block,
+            WIDTH=cdiv(K, block) * block,
             BLOCK=block,
             num_warps=4,
             **NUMERIC_OPTIONS,
@@ -187,7 +190,7 @@ class HeadParts:
     @classmethod
     def empty(cls, V: int, T: int, entropy: bool, device: torch.device) -> HeadParts:
         """Uninitialised parts for a vocabulary of `V` rows."""
-        shape = (triton.cdiv(V, VOCAB_TILE), T)
+        shape = (cdiv(V, VOCAB_TILE), T)
         top = torch.empty(shape, dtype=torch.float32, device=device)
         moment = torch.empty_like(top) if entropy else top
         # A target outside the vocabulary leaves NaN, which is visible.
@@ -201,7 +204,9 @@ class HeadParts:
         lse = torch.empty_like(logp)
         out = torch.empty_like(logp) if entropy else None
         rows = 1 if T <= 512 else 4
-        _head_combine_kernel[(triton.cdiv(T, rows),)](
+        launch(
+            _head_combine_kernel,
+            (cdiv(T, rows),),
             self.top,
             self.sum,
             self.moment,
@@ -213,7 +218,7 @@ class HeadParts:
             tiles,
             MOMENT=entropy,
             ROWS=rows,
-            TILES=triton.next_power_of_2(tiles),
+            TILES=next_power_of_2(tiles),
             num_warps=4,
             **NUMERIC_OPTIONS,
         )
@@ -243,8 +248,10 @@ def head_log_prob(
     tile = tile or head_tile(T)
     hidden_desc, weight_desc = descriptors(hidden_TK, weight_VK, tile)
     parts = HeadParts.empty(V, T, entropy, hidden_TK.device)
-    vocab_tiles = triton.cdiv(V, VOCAB_TILE)
-    _head_kernel[(triton.cdiv(T, tile.tokens) * vocab_tiles,)](
+    vocab_tiles = cdiv(V, VOCAB_TILE)
+    launch(
+        _head_kernel,
+        (cdiv(T, tile.tokens) * vocab_tiles,),
         hidden_desc,
         weight_desc,
         inverse_temperature_T,

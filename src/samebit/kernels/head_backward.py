@@ -30,6 +30,7 @@ from samebit.kernels.head_tile import (
     tile_place,
     tile_scaled_logits,
 )
+from samebit.kernels.launch import cdiv, launch
 from samebit.kernels.quantize_common import NUMERIC_OPTIONS, round_to_bf16
 
 CHUNK = 33 * VOCAB_TILE
@@ -120,11 +121,13 @@ def _gradient_chunk(
     """Write the gradient of the (unscaled) logits of one chunk of weight rows."""
     T, K = hidden_TK.shape
     hidden_desc, weight_desc = descriptors(hidden_TK, weight_CK, tile)
-    vocab_tiles = triton.cdiv(weight_CK.shape[0], VOCAB_TILE)
+    vocab_tiles = cdiv(weight_CK.shape[0], VOCAB_TILE)
     entropy, dentropy = gradient.entropy, gradient.dentropy
     has_entropy = dentropy is not None
     assert not has_entropy or entropy is not None
-    _head_gradient_kernel[(triton.cdiv(T, tile.tokens) * vocab_tiles,)](
+    launch(
+        _head_gradient_kernel,
+        (cdiv(T, tile.tokens) * vocab_tiles,),
         hidden_desc,
         weight_desc,
         inverse_temperature_T,

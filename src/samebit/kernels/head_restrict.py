@@ -26,6 +26,7 @@ from samebit.kernels.head_tile import (
     tile_place,
     tile_scaled_logits,
 )
+from samebit.kernels.launch import cdiv, launch
 from samebit.kernels.quantize_common import NUMERIC_OPTIONS
 from samebit.reference.exact import exp
 
@@ -84,8 +85,10 @@ def scaled_logits(
     tile = tile or head_tile(T)
     hidden_desc, weight_desc = descriptors(hidden_TK, weight_VK, tile)
     out = torch.empty((T, V), dtype=torch.float32, device=hidden_TK.device)
-    tiles = triton.cdiv(V, VOCAB_TILE)
-    _logits_kernel[(triton.cdiv(T, tile.tokens) * tiles,)](
+    tiles = cdiv(V, VOCAB_TILE)
+    launch(
+        _logits_kernel,
+        (cdiv(T, tile.tokens) * tiles,),
         hidden_desc,
         weight_desc,
         inverse_temperature_T,

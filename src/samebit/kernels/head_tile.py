@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from samebit.kernels.launch import Box, form
 from samebit.kernels.quantize_common import NATIVE, tree_sum
 
 VOCAB_TILE = 128
@@ -56,12 +56,12 @@ def head_tile(T: int) -> HeadTile:
 
 def descriptors(
     hidden_TK: torch.Tensor, weight_VK: torch.Tensor, tile: HeadTile
-) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Tensor-map descriptors of the two operands."""
+) -> tuple[Box, Box]:
+    """Boxes of the two operands."""
     check_operands(hidden_TK, weight_VK)
     return (
-        TensorDescriptor.from_tensor(hidden_TK, [tile.tokens, tile.block_k]),
-        TensorDescriptor.from_tensor(weight_VK, [VOCAB_TILE, tile.block_k]),
+        Box(hidden_TK, form((tile.tokens, tile.block_k), None, 16)),
+        Box(weight_VK, form((VOCAB_TILE, tile.block_k), None, 16)),
     )
 
 

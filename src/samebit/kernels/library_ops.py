@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from samebit.kernels.head_backward import multiply_add
+from samebit.kernels.launch import cdiv, launch
 from samebit.kernels.quantize_common import NUMERIC_OPTIONS, round_to_bf16
 from samebit.operand import QuantizedWeight
 from samebit.reference.library_head import inverse_of
@@ -83,7 +84,7 @@ def library_log_prob(
     logp, entropy, lse = (
         torch.empty(T, dtype=torch.float32, device=logits.device) for _ in range(3)
     )
-    _log_prob_kernel[(T,)](
+    launch(_log_prob_kernel, (T,),
         logits, targets_T, logp, entropy, lse, V, vocabulary, inverse,
         TILE=TILE, num_warps=8, **NUMERIC_OPTIONS,
     )  # fmt: skip
@@ -105,7 +106,9 @@ def library_log_prob_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(dhidden BF16 [T, K], dweight FP32 [V, K], added to `into` when given); `logits` is overwritten."""
     T, V = logits_TV.shape
-    _gradient_kernel[(T, triton.cdiv(V, TILE))](
+    launch(
+        _gradient_kernel,
+        (T, cdiv(V, TILE)),
         logits_TV,
         targets_T,
         dlogp_T.contiguous(),

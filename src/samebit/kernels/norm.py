@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from samebit.formats import BLOCK, INT8, Format
+from samebit.kernels.launch import cdiv, launch, next_power_of_2
 from samebit.kernels.quantize_common import (
     NUMERIC_OPTIONS,
     amax_bits,
@@ -49,7 +50,7 @@ class RowTile:
 @functools.lru_cache
 def row_tile(width: int) -> RowTile:
     """The tile for rows of `width`; `groups` decides the sum's tree and so the bits."""
-    groups = triton.next_power_of_2(triton.cdiv(width, BLOCK))
+    groups = next_power_of_2(cdiv(width, BLOCK))
     # At most four warps: with more, the first folds of a row would cross warps.
     return RowTile(groups, min(max(groups // 8, 1), 4))
 
@@ -185,7 +186,9 @@ def _launch(
     if T == 0:
         return result
     unused = weight_K
-    _rms_norm_kernel[(T,)](
+    launch(
+        _rms_norm_kernel,
+        (T,),
         x_TK,
         unused if residual_TK is None else residual_TK,
         weight_K,

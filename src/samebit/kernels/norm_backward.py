@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from samebit.formats import BLOCK
+from samebit.kernels.launch import cdiv, launch
 from samebit.kernels.norm import row_tile
 from samebit.kernels.quantize_common import NUMERIC_OPTIONS, fold_rows, round_to_bf16
 
@@ -95,7 +96,9 @@ def column_sum(partial_PK: torch.Tensor, out: torch.Tensor | None = None) -> tor
     accumulate = out is not None
     if out is None:
         out = torch.empty((K,), dtype=torch.float32, device=partial_PK.device)
-    _column_sum_kernel[(triton.cdiv(K, 32),)](
+    launch(
+        _column_sum_kernel,
+        (cdiv(K, 32),),
         partial_PK,
         out,
         P,
@@ -127,11 +130,13 @@ def rms_norm_backward(
     T, K = x_TK.shape
     assert x_TK.stride(1) == 1 and dy_TK.is_contiguous() and T > 0
     assert dsum_TK is None or dsum_TK.is_contiguous()
-    tile, rows = row_tile(K), triton.cdiv(T, PROGRAMS)
-    programs = triton.cdiv(T, rows)
+    tile, rows = row_tile(K), cdiv(T, PROGRAMS)
+    programs = cdiv(T, rows)
     dx = torch.empty((T, K), dtype=torch.bfloat16, device=x_TK.device)
     partial = torch.empty((programs, K), dtype=torch.float32, device=x_TK.device)
-    _rms_norm_backward_kernel[(programs,)](
+    launch(
+        _rms_norm_backward_kernel,
+        (programs,),
         dy_TK,
         x_TK,
         weight_K,

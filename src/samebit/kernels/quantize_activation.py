@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from samebit.formats import BLOCK
+from samebit.kernels.launch import cdiv, launch
 from samebit.kernels.quantize_common import (
     NUMERIC_OPTIONS,
     amax_bits,
@@ -74,7 +75,9 @@ def quantize_activation(
     if T == 0:
         return codes, scale
     rows = rows_for(T)
-    _quantize_activation_kernel[(padded(K) // BLOCK, triton.cdiv(T, rows))](
+    launch(
+        _quantize_activation_kernel,
+        (padded(K) // BLOCK, cdiv(T, rows)),
         x_TK,
         codes.view(torch.uint8),
         scale,

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from samebit.formats import AMAX_FLOOR, BLOCK
+from samebit.kernels.launch import cdiv
 
 NATIVE = tl.constexpr(not triton.knobs.runtime.interpret)
 FLOOR = tl.constexpr(AMAX_FLOOR)
@@ -48,8 +49,8 @@ def empty_activation_scale(tokens: int, width: int, device: torch.device) -> tor
 
     Contiguous along tokens (rows of whole 16 bytes), which is the order GEMM tiles read them in.
     """
-    rows = triton.cdiv(width, BLOCK)
-    storage_GT = torch.empty((rows, triton.cdiv(tokens, 4) * 4), dtype=torch.float32, device=device)
+    rows = cdiv(width, BLOCK)
+    storage_GT = torch.empty((rows, cdiv(tokens, 4) * 4), dtype=torch.float32, device=device)
     return storage_GT[:, :tokens].t()
 
 

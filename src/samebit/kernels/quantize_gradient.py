@@ -27,6 +27,7 @@ from samebit.kernels._gradient_hopper import (
     silu_mul_gradient_kernel,
 )
 from samebit.kernels.activation import silu_mul_backward
+from samebit.kernels.launch import launch
 from samebit.kernels.quantize_common import (
     E4M3_LARGEST,
     NATIVE,
@@ -187,12 +188,12 @@ def quantize_gradient(
             transposed.stride(0), transposed_scale.stride(0),
         )  # fmt: skip
         if NATIVE.value and not plain:
-            quantize_gradient_kernel[(Np // BLOCK, groups)](
+            launch(quantize_gradient_kernel, (Np // BLOCK, groups),
                 dy_TN, token_groups, codes, scale, transposed, transposed_scale, *strides, N,
                 BLOCK=BLOCK, num_warps=WARPS, maxnreg=REGISTERS, **NUMERIC_OPTIONS,
             )  # fmt: skip
         else:
-            _quantize_gradient_kernel[(Np // BLOCK, groups)](
+            launch(_quantize_gradient_kernel, (Np // BLOCK, groups),
                 dy_TN, token_groups, codes.view(torch.uint8), scale, transposed.view(torch.uint8),
                 transposed_scale, *strides, N, QUADS=QUADS, BLOCK=BLOCK, num_warps=WARPS,
                 **NUMERIC_OPTIONS,
@@ -223,7 +224,7 @@ def quantize_silu_mul_gradient(
     transposed = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
     transposed_scale = torch.empty((groups, 2 * width), dtype=torch.float32, device=device)
     if groups:
-        silu_mul_gradient_kernel[(width // BLOCK, groups)](
+        launch(silu_mul_gradient_kernel, (width // BLOCK, groups),
             dy_TF, gate_TF, up_TF, token_groups, codes, scale, transposed, transposed_scale,
             dy_TF.stride(0), gate_TF.stride(0), up_TF.stride(0), codes.stride(0), scale.stride(0),
             scale.stride(1), transposed.stride(0), transposed_scale.stride(0), F,

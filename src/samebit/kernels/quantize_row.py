@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from samebit.formats import E4M3, INT8, Format
+from samebit.kernels.launch import launch, next_power_of_2
 from samebit.kernels.quantize_common import (
     E4M3_LARGEST,
     INT8_LARGEST,
@@ -80,9 +81,11 @@ def quantize_rows(
     assert x_RK.stride(1) == 1 and codes.dtype == fmt.dtype and scale.stride(0) == 1
     if R == 0:
         return codes, scale
-    width = triton.next_power_of_2(padded(K))
+    width = next_power_of_2(padded(K))
     is_int8 = fmt is INT8
-    _quantize_row_kernel[(R,)](
+    launch(
+        _quantize_row_kernel,
+        (R,),
         x_RK,
         codes if is_int8 else codes.view(torch.uint8),
         scale,

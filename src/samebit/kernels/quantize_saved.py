@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from samebit.formats import BLOCK
+from samebit.kernels.launch import launch
 from samebit.kernels.quantize_common import (
     E4M3_LARGEST,
     NUMERIC_OPTIONS,
@@ -161,7 +162,9 @@ def _launch(
     transposed = torch.empty((Kp, groups * BLOCK), dtype=torch.float8_e4m3fn, device=device)
     transposed_scale = torch.empty((groups, scales), dtype=torch.float32, device=device)
     if groups:
-        kernel[(Kp // width, groups)](
+        launch(
+            kernel,
+            (Kp // width, groups),
             codes_TK,
             scale_TG,
             token_groups,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from samebit.formats import BLOCK
+from samebit.kernels.launch import launch
 from samebit.kernels.quantize_common import (
     E4M3_LARGEST,
     NUMERIC_OPTIONS,
@@ -155,12 +156,12 @@ def quantize_weight(
     grid = (Kp // BLOCK, Np // BLOCK)
     sizes = {"num_warps": WARPS, "maxnreg": REGISTERS, **NUMERIC_OPTIONS}
     if transposed_codes is None:
-        _quantize_weight_kernel[grid](
+        launch(_quantize_weight_kernel, grid,
             w_NK, codes.view(torch.uint8), scale, w_NK.stride(0), codes.stride(0), scale.stride(0),
             N, K, BLOCK=BLOCK, **sizes,
         )  # fmt: skip
     else:
-        _quantize_weight_both_kernel[grid](
+        launch(_quantize_weight_both_kernel, grid,
             w_NK, codes.view(torch.uint8), transposed_codes.view(torch.uint8), scale,
             w_NK.stride(0), codes.stride(0), transposed_codes.stride(0), scale.stride(0),
             N, K, QUADS=QUADS, BLOCK=BLOCK, **sizes,
@@ -174,7 +175,9 @@ def transpose_codes(codes_NK: torch.Tensor, out: torch.Tensor | None = None) -> 
     assert N % BLOCK == 0 and K % BLOCK == 0 and codes_NK.element_size() == 1
     if out is None:
         out = torch.empty((K, N), dtype=codes_NK.dtype, device=codes_NK.device)
-    _transpose_codes_kernel[(K // BLOCK, N // BLOCK)](
+    launch(
+        _transpose_codes_kernel,
+        (K // BLOCK, N // BLOCK),
         codes_NK.view(torch.uint8),
         out.view(torch.uint8),
         codes_NK.stride(0),

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from samebit.kernels.launch import cdiv, launch, next_power_of_2
 from samebit.kernels.quantize_common import (
     NUMERIC_OPTIONS,
     amax_bits,
@@ -256,9 +257,9 @@ def qk_norm_rope_store(
         scale_strides = k_scale.stride()
     q_weight, k_weight = norm_weights if norm_weights is not None else (cos, cos)
     codes = torch.uint8 if fp8 else torch.bfloat16
-    q_heads, kv_heads = triton.next_power_of_2(num_heads), triton.next_power_of_2(G)
+    q_heads, kv_heads = next_power_of_2(num_heads), next_power_of_2(G)
     tokens = 1 if T <= FEW else max(1, q_heads // kv_heads)
-    _rope_kernel[(T + triton.cdiv(T, tokens),)](
+    launch(_rope_kernel, (T + cdiv(T, tokens),),
         q_TN, k_TN, v_TN, q_weight, k_weight, cos, sin, positions_T,
         positions_T if slots_T is None else slots_T,
         q.view(codes), cos if q_scale is None else q_scale,

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from samebit.kernels.launch import cdiv, launch, next_power_of_2
 from samebit.kernels.norm_backward import column_sum
 from samebit.kernels.quantize_common import NUMERIC_OPTIONS, fold_rows, round_to_bf16
 from samebit.kernels.rope import head_rstd
@@ -101,12 +102,14 @@ def rope_backward(
         dx_TN = torch.empty((T, H * D), dtype=torch.bfloat16, device=dy_THD.device)
     norm = norm_weight is not None
     assert not norm or x_TN is not None
-    rows = triton.cdiv(T, PROGRAMS)
-    programs = triton.cdiv(T, rows)
+    rows = cdiv(T, PROGRAMS)
+    programs = cdiv(T, rows)
     shape = (programs if norm else 1, D)
     partial = torch.empty(shape, dtype=torch.float32, device=dy_THD.device)
     cos, sin = table
-    _rope_backward_kernel[(programs,)](
+    launch(
+        _rope_backward_kernel,
+        (programs,),
         dy_THD,
         dy_THD if x_TN is None else x_TN,
         dy_THD if norm_weight is None else norm_weight,
@@ -122,7 +125,7 @@ def rope_backward(
         eps,
         NORM=norm,
         H=H,
-        HEADS=triton.next_power_of_2(H),
+        HEADS=next_power_of_2(H),
         HALF=D // 2,
         STAGES=STAGES,
         num_warps=WARPS,

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from samebit.kernels.launch import launch, next_power_of_2
 from samebit.kernels.quantize_common import NUMERIC_OPTIONS, round_to_bf16
 
 
@@ -47,9 +48,9 @@ def rotate(
         raise ValueError(f"head size {D} is not supported by the rotary kernel; use a power of two")
     y = torch.empty((T, H, D), dtype=torch.bfloat16, device=x_THD.device)
     if T:
-        _rotate_kernel[(T,)](
+        launch(_rotate_kernel, (T,),
             x_THD, cos_TC, sin_TC, y, x_THD.stride(0),
-            BACKWARD=backward, H=H, HEADS=triton.next_power_of_2(H), HALF=half,
+            BACKWARD=backward, H=H, HEADS=next_power_of_2(H), HALF=half,
             num_warps=4, **NUMERIC_OPTIONS,
         )  # fmt: skip
     return y

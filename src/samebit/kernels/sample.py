@@ -28,6 +28,7 @@ from samebit.kernels.head_tile import (
     tile_place,
     tile_scaled_logits,
 )
+from samebit.kernels.launch import cdiv, launch, next_power_of_2
 from samebit.kernels.quantize_common import NUMERIC_OPTIONS
 from samebit.kernels.sample_noise import gumbel, noise_word
 from samebit.reference.sampling import stream_key
@@ -157,7 +158,7 @@ def sample(
     assert noise_keys_T2.shape == (T, 2) and noise_keys_T2.dtype == torch.int32
     assert noise_keys_T2.is_contiguous()
     inputs = (hidden_TK, weight_VK, inverse_temperature_T, noise_keys_T2, vocab_size, cut)
-    tiles = triton.cdiv(V, VOCAB_TILE)
+    tiles = cdiv(V, VOCAB_TILE)
     if tile is None and sample_fast.is_faster(T) and on_card(hidden_TK):
         parts = torch.empty((5, T, tiles), dtype=torch.float32, device=device)
         sample_fast.draw(*inputs, parts)
@@ -181,7 +182,9 @@ def _draw(
     (T, K), tiles = hidden_TK.shape, parts.shape[2]
     hidden_desc, weight_desc = descriptors(hidden_TK, weight_VK, tile)
     top, total, key, winner, logit = parts.unbind(0)
-    _sample_kernel[(triton.cdiv(T, tile.tokens) * tiles,)](
+    launch(
+        _sample_kernel,
+        (cdiv(T, tile.tokens) * tiles,),
         hidden_desc,
         weight_desc,
         inverse_temperature_T,
@@ -216,8 +219,8 @@ def _combined(parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     ids = torch.empty((T,), dtype=torch.int64, device=parts.device)
     logp = torch.empty((T,), dtype=torch.float32, device=parts.device)
     lse = torch.empty_like(logp)
-    _sample_combine_kernel[(T,)](
+    launch(_sample_combine_kernel, (T,),
         top, total, key, winner.view(torch.int32), logit, ids, logp, lse, T, tiles, top.stride(1),
-        top.stride(0), TILES=triton.next_power_of_2(tiles), num_warps=4, **NUMERIC_OPTIONS,
+        top.stride(0), TILES=next_power_of_2(tiles), num_warps=4, **NUMERIC_OPTIONS,
     )  # fmt: skip
     return ids, logp, lse

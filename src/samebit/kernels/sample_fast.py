@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from samebit.kernels.head_restrict import HeadCut
 from samebit.kernels.head_tile import check_operands
+from samebit.kernels.launch import cdiv, launch, rows_box
 from samebit.kernels.quantize_common import NUMERIC_OPTIONS
 from samebit.kernels.sample_hopper import (
     BLOCK_K,
@@ -21,7 +19,6 @@ from samebit.kernels.sample_hopper import (
 
 MOST_TOKENS = 2048
 """Whose hidden states stay in L2 beside the weight; more would need groups of token tiles."""
-_LAYOUT = NVMMASharedLayout(128, 16, 2)
 
 
 def is_faster(T: int) -> bool:
@@ -30,11 +27,6 @@ def is_faster(T: int) -> bool:
     Not 129 to 192, whose second tile of 128 would be half empty.
     """
     return STRIP.value < T <= MOST_TOKENS and not TOKENS.value < T <= TOKENS.value + STRIP.value
-
-
-def _tensor_map(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """A BF16 matrix in boxes of `rows` rows and one step of K."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, BLOCK_K.value], _LAYOUT)
 
 
 def draw(
@@ -49,18 +41,20 @@ def draw(
     """Fill contiguous `parts` FP32 [5, T, tiles]; inputs as in `sample`."""
     (T, K), tiles = hidden_TK.shape, parts.shape[2]
     check_operands(hidden_TK, weight_VK)
-    programs = triton.cdiv(T, TOKENS.value) * tiles
+    programs = cdiv(T, TOKENS.value) * tiles
     processors = torch.cuda.get_device_properties(parts.device).multi_processor_count
-    sample_hopper_kernel[(min(programs, processors),)](  # pyright: ignore[reportIndexIssue]
-        _tensor_map(hidden_TK, STRIP.value),
-        _tensor_map(weight_VK, VOCAB.value),
+    launch(
+        sample_hopper_kernel,
+        (min(programs, processors),),
+        rows_box(hidden_TK, STRIP.value, BLOCK_K.value),
+        rows_box(weight_VK, VOCAB.value, BLOCK_K.value),
         inverse_temperature_T,
         inverse_temperature_T if cut is None else cut.logit,
         inverse_temperature_T if cut is None else cut.id,
         noise_keys_T2,
         parts,
         T,
-        triton.cdiv(K, BLOCK_K.value),
+        cdiv(K, BLOCK_K.value),
         vocab_size,
         tiles,
         RESTRICT=cut is not None,
