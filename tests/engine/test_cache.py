@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from samebit.engine.cache import PagePool, PrefixCache
 from samebit.layers.kv import KVStore
@@ -62,6 +64,111 @@ def test_eviction_takes_leaves_and_never_a_page_in_use():
     prefix.clear()
     pool.release(pages[0])
     assert pool.num_free == 6
+
+
+class Users:
+    """Samples that take pages, share them, and let them go, as the scheduler has them do."""
+
+    def __init__(self, pages: int):
+        self.pool = make_pool(pages)
+        self.prefix = PrefixCache(self.pool)
+        self.held: list[list[int]] = []
+
+    def start(self, ids: tuple[int, ...], prompt: bool) -> bool:
+        """Take what is known of `ids` and fresh pages for the rest; known from now on."""
+        pages = self.prefix.match(ids)
+        missing = self.pool.pages_for(len(ids)) - len(pages)
+        if not self.prefix.reserve(missing):
+            for page in pages:
+                self.pool.release(page)
+            return False
+        pages += [self.pool.allocate() for _ in range(missing)]
+        self.held.append(pages)
+        self.prefix.insert(ids, pages, len(ids))
+        if prompt:
+            self.prefix.insert_prompt(ids, pages, torch.zeros(1, 1))
+        return True
+
+    def stop(self, which: int) -> None:
+        """Let one sample's pages go."""
+        for page in self.held.pop(which % len(self.held)):
+            self.pool.release(page)
+
+    def require_exact(self) -> None:
+        """Every page is held as often as its holders say, and what could be forgotten is listed."""
+        owners = [page for pages in self.held for page in pages]
+        owners += [page for entry in self.prefix._prompts.values() for page in entry.pages]
+        owners += [node.page for node in self.prefix._nodes.values()]
+        for page, count in enumerate(self.pool.references):
+            assert count == owners.count(page)
+        unused = self.pool.references.count(0)
+        assert unused == self.pool.num_free == len(set(self.pool._free))
+        for key, node in self.prefix._nodes.items():
+            assert self.prefix._key_of[node.page] == key
+            children = sum(other.parent == key for other in self.prefix._nodes.values())
+            assert node.children == children
+            if not children and self.pool.references[node.page] == 1:
+                assert node.page in self.pool.idle
+        assert len(self.prefix._key_of) == len(self.prefix._nodes)
+
+    def pages_in_use(self) -> int:
+        """Distinct pages of the samples that hold any."""
+        return len({page for pages in self.held for page in pages})
+
+
+moves = st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 14), st.booleans())
+
+
+@given(st.lists(moves, max_size=60), st.integers(4, 12))
+def test_pages_are_counted_and_all_that_nobody_uses_can_be_had(steps: list[tuple], pages: int):
+    users = Users(pages)
+    for kind, family, length, prompt in steps:
+        if kind == 0 and users.held:
+            users.stop(length)
+        elif kind == 1 and prompt and not length % 7:
+            users.prefix.clear()
+        else:
+            ids = tuple(100 * family + (i if i < 6 else i * length) for i in range(length))
+            needed = users.pool.pages_for(length)
+            started = users.start(ids, prompt)
+            assert started or needed + users.pages_in_use() > pages
+        users.require_exact()
+    free = pages - users.pages_in_use()
+    assert users.prefix.reserve(free)
+    assert not users.prefix.reserve(free + 1)
+    users.require_exact()
+
+
+def test_what_was_let_go_first_is_forgotten_first():
+    pool = make_pool()
+    prefix = PrefixCache(pool)
+    chains = [tuple(range(n, n + 4)) for n in (0, 10, 20)]
+    pages = [pool.allocate() for _ in chains]
+    for ids, page in zip(chains, pages, strict=True):
+        prefix.insert(ids, [page], 4)
+    for at in (1, 0, 2):
+        pool.release(pages[at])
+    assert prefix.match((*chains[1], 0)) == [pages[1]]
+    pool.release(pages[1])  # used again, so the newest
+    found = []
+    while prefix.reserve(pool.num_free + 1):
+        found.append(next(p for p in pages if not pool.references[p] and p not in found))
+    assert found == [pages[0], pages[2], pages[1]]
+
+
+def test_a_child_goes_before_its_parent_and_a_parent_right_after():
+    pool = make_pool()
+    prefix = PrefixCache(pool)
+    chain, other = tuple(range(12)), (90, 91, 92, 93)
+    pages = [pool.allocate() for _ in range(4)]
+    prefix.insert(chain, pages[:3], 12)
+    prefix.insert(other, pages[3:], 4)
+    for page in pages:
+        pool.release(page)
+    order = []
+    while prefix.reserve(pool.num_free + 1):
+        order.append(next(p for p in pages if not pool.references[p] and p not in order))
+    assert order == [pages[2], pages[1], pages[0], pages[3]]
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0, 8.0, 60.0])

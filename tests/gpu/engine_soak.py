@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from samebit.config import RolloutConfig
+from samebit.engine.decode import MAX_TRANSFORMS, GraphStep, bucket_sizes
 from samebit.engine.native import Engine
 from samebit.reference.sampling import Transform
 from samebit.types import Group, Sampling
@@ -88,10 +89,20 @@ class Soak:
         self.model = random_model(CONFIG, recipe, DEVICE)
         options = RolloutConfig(max_batch=PLACES, prefill_tokens=4096, cache_tokens=CACHE_TOKENS)
         self.engine = Engine(self.model, options, None, 3)
+        if DEVICE.type == "cuda":
+            self.make_graphs()
         self.rounds = self.requests = self.tokens = self.aborted = 0
         self.wrong = self.compared = self.unequal = self.leaked = self.updates = 0
         self.seconds: list[float] = []
         self.marks: list[dict[str, float]] = []
+
+    def make_graphs(self) -> None:
+        """As many as the engine keeps: a graph takes a megabyte or two of the host, which is no leak."""
+        for at, temperature in enumerate((1.0, 0.7, 0.9, 0.8)[:MAX_TRANSFORMS]):
+            for rows in bucket_sizes(PLACES):
+                sampling = Sampling(temperature=temperature, max_tokens=3)
+                prompts = prompts_of([4] * rows, self.model.config.tokenizer_size, at)
+                self.engine.generate(prompts, 1, sampling, 0)
 
     def round(self) -> None:
         """Requests of one kind, now and then cut short, compared or followed by an update."""
@@ -129,12 +140,14 @@ class Soak:
     def mark(self) -> None:
         """Note what is held now."""
         gc.collect()
+        step = self.engine._step
         self.marks.append(
             {
                 "round": self.rounds, "requests": self.requests,
                 "host_mb": round(host_bytes() / 1e6, 1),
                 "device_mb": round(device_bytes() / 1e6, 1),
                 "objects": len(gc.get_objects()), "graphs_made": self.engine.stats.captures,
+                "graphs_held": len(step.keys()) if isinstance(step, GraphStep) else 0,
             }
         )  # fmt: skip
 

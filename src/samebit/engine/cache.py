@@ -23,6 +23,8 @@ class PagePool:
     def __init__(self, store: AnyStore, num_pages: int, page_size: int, first: int = 0) -> None:
         self.store, self.num_pages, self.page_size = store, num_pages, page_size
         self.references = [0] * (first + num_pages)
+        self.idle: OrderedDict[int, None] = OrderedDict()
+        """Pages that fell to one reference, the longest ago first; some have others or none by now."""
         self._free = list(range(first + num_pages - 1, first - 1, -1))
 
     @property
@@ -48,10 +50,14 @@ class PagePool:
 
     def release(self, page: int) -> None:
         """One reference less; the page is free when it was the last."""
-        assert self.references[page] > 0, "page released twice"
-        self.references[page] -= 1
-        if self.references[page] == 0:
+        left = self.references[page] - 1
+        assert left >= 0, "page released twice"
+        self.references[page] = left
+        if left == 0:
             self._free.append(page)
+        elif left == 1:
+            self.idle[page] = None
+            self.idle.move_to_end(page)
 
     def copy(self, pairs: list[PageCopy]) -> None:
         """Copy the first n rows of source pages to target pages; pairs are (source, target, n)."""
@@ -86,7 +92,9 @@ class PrefixCache:
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
-        self._nodes: OrderedDict[tuple[int, tuple[int, ...]], _Node] = OrderedDict()
+        self._nodes: dict[tuple[int, tuple[int, ...]], _Node] = {}
+        self._key_of: dict[int, tuple[int, tuple[int, ...]]] = {}
+        """Of every node's page."""
         self._prompts: OrderedDict[tuple[int, ...], PromptEntry] = OrderedDict()
         self._next = 1
 
@@ -101,8 +109,6 @@ class PrefixCache:
                 break
             keys.append(key)
             parent = node.number
-        for key in reversed(keys):  # parents end up newer than their children
-            self._nodes.move_to_end(key)
         return [self.pool.hold(self._nodes[key].page) for key in keys]
 
     def insert(self, ids: tuple[int, ...], pages: list[int], computed: int) -> None:
@@ -116,6 +122,7 @@ class PrefixCache:
                 node = _Node(self.pool.hold(pages[i]), self._next, parent_key)
                 self._next += 1
                 self._nodes[key] = node
+                self._key_of[node.page] = key
                 if parent_key is not None:
                     self._nodes[parent_key].children += 1
             parent_key, parent = key, node.number
@@ -140,18 +147,30 @@ class PrefixCache:
         return self.pool.num_free >= pages
 
     def _evict(self) -> bool:
-        for key, node in self._nodes.items():
-            if node.children == 0 and self.pool.references[node.page] == 1:
-                if node.parent is not None:
-                    self._nodes[node.parent].children -= 1
-                self.pool.release(self._nodes.pop(key).page)
-                return True
+        """Forget one page that nobody else holds, or the oldest prompt; False when there is neither."""
+        while self.pool.idle:
+            page, _ = self.pool.idle.popitem(last=False)
+            key = self._key_of.get(page)
+            if key is None or self.pool.references[page] != 1 or self._nodes[key].children:
+                continue  # it comes back when it is let go, or with its last child
+            self._forget(key)
+            return True
         if self._prompts:
             _, entry = self._prompts.popitem(last=False)
             for page in entry.pages:
                 self.pool.release(page)
             return True
         return False
+
+    def _forget(self, key: tuple[int, tuple[int, ...]]) -> None:
+        node = self._nodes.pop(key)
+        del self._key_of[node.page]
+        self.pool.release(node.page)
+        if node.parent is not None:
+            parent = self._nodes[node.parent]
+            parent.children -= 1
+            self.pool.idle[parent.page] = None
+            self.pool.idle.move_to_end(parent.page, last=False)
 
     def clear(self) -> None:
         """Forget everything (the weights changed)."""
@@ -162,3 +181,5 @@ class PrefixCache:
             self.pool.release(node.page)
         self._prompts.clear()
         self._nodes.clear()
+        self._key_of.clear()
+        self.pool.idle.clear()

@@ -121,33 +121,27 @@ def sort(args: tuple[Any, ...]) -> tuple[list[Any], tuple[Any, ...]]:
     Two kinds never agree where Triton's own keys differ: its rules are a pointer's alignment to 16 bytes, an
     integer's width and whether it is 1 or a multiple of 16, a descriptor's type, block and layout.
     """
-    values: list[Any] = []
-    kinds: list[Any] = []
-    for arg in args:
+    values, kinds = list(args), []
+    for i, arg in enumerate(args):
         cls = type(arg)
         if cls is int:
-            values.append(arg)
-            kinds.append(_kind_of_int(arg))
+            kind: Any = 1 if arg == 1 else _width(arg) + (arg & 15 == 0)
         elif cls is Box:
-            values.append(arg)
-            kinds.append((arg.form, arg.tensor.dtype))
+            kind = (arg.form, arg.tensor.dtype)
         elif isinstance(arg, torch.Tensor):
-            pointer = arg.data_ptr()
-            values.append(pointer)
-            kinds.append((pointer & 15 == 0, arg.dtype))
+            values[i] = pointer = arg.data_ptr()
+            kind = (pointer & 15 == 0, arg.dtype)
         else:
-            values.append(arg)
-            kinds.append(float if cls is float else (cls, arg))
+            kind = float if cls is float else (cls, arg)
+        kinds.append(kind)
     return values, tuple(kinds)
 
 
-def _kind_of_int(value: int) -> int:
-    if value == 1:
-        return 1
-    aligned = value & 15 == 0
-    if -(1 << 31) <= value < 1 << 31:
-        return 2 + aligned
-    return 4 + aligned if value < 1 << 63 else 6 + aligned
+def _width(value: int) -> int:
+    """2, 4 or 6, for what fits into 32 bits, 64 bits, and 64 bits without a sign."""
+    if -0x80000000 <= value <= 0x7FFFFFFF:
+        return 2
+    return 4 if value < 1 << 63 else 6
 
 
 class Ready:
