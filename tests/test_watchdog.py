@@ -81,6 +81,26 @@ def test_a_fault_in_a_weight_stops_the_run_and_is_named(
     assert again.repeats and again.differing == again.differing_recorded > 0
     assert any("engine" in line for line in again.lines)
     assert again.redrawn_equal is not None and again.redrawn_equal < again.tokens
+    require_recorded_device(bundle.folder, monkeypatch)
+
+
+def require_recorded_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU's bundle is replayed on the CPU, another device's is refused where there is none."""
+    from samebit import replay as module
+
+    monkeypatch.setattr(module, "choose_device", lambda _: pytest.fail("the bundle says where"))
+    assert replay(folder, redraw=False).environment_changes == ()
+    file = folder / "bundle.json"
+    about = json.loads(file.read_text(encoding="utf-8"))
+    assert about["environment"]["device"] == "cpu"
+    about["environment"]["device"] = "NVIDIA H200"
+    file.write_text(json.dumps(about), encoding="utf-8")
+    monkeypatch.setattr(module, "missing_for_cuda", lambda _: "torch sees no CUDA device")
+    with pytest.raises(
+        ValueError, match="recorded on NVIDIA H200, and only such a device"
+    ) as error:
+        replay(folder)
+    assert str(folder) in str(error.value) and "--run.device" not in str(error.value)
 
 
 def test_a_fault_of_the_functions_themselves_is_named_again_by_replay(

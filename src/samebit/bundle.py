@@ -66,6 +66,7 @@ def write_bundle(
     groups: Sequence[Group],
     trainer_logp_C: np.ndarray,
     checkpoint: Path,
+    device: torch.device,
     about: Mapping[str, Any],
 ) -> Path:
     """Write a step's bundle whole or not at all; an existing one of the step stands."""
@@ -85,14 +86,21 @@ def write_bundle(
         reference = Path("..") / ".." / checkpoint.parent.name / checkpoint.name
         write_json(
             work / "bundle.json",
-            {"step": step, "checkpoint": str(reference), "environment": environment(), **about},
+            {
+                "step": step,
+                "checkpoint": str(reference),
+                "environment": environment(device),
+                **about,
+            },
         )
     return target
 
 
-def environment() -> dict[str, Any]:
-    """What the bits of a CPU run may depend on besides the plan."""
+def environment(device: torch.device) -> dict[str, Any]:
+    """What the bits of a run on `device` may depend on besides the plan."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {
+        "device": name,
         "samebit": samebit.__version__,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),

@@ -17,6 +17,7 @@ from samebit.loop import build_trainer
 from samebit.models.load import load_model
 from samebit.models.source import resolve
 from samebit.models.tokenizer import Tokenizer
+from samebit.quant.ops import missing_for_cuda
 from samebit.run_checks import (
     Checks,
     available_memory,
@@ -87,7 +88,7 @@ def replay(folder: str | Path, redraw: bool = True) -> Replay:
     set_threads(config)
     checks = Checks(config)
     try:
-        source, device = resolve(config.model), choose_device(config)
+        source, device = resolve(config.model), _recorded_device(bundle)
         available = available_memory(config, device)
         model = load_model(source, checks.recipe, device)
         model.recompute = planned_memory(config, checks, source, available).recompute
@@ -106,6 +107,22 @@ def replay(folder: str | Path, redraw: bool = True) -> Replay:
         return _compare(bundle, trainer, redrawn)
     finally:
         checks.task.close()
+
+
+def _recorded_device(bundle: Bundle) -> torch.device:
+    """Where the bundle's bits were made; ValueError where no such device is here."""
+    name = bundle.about["environment"].get("device", bundle.config.run.device)
+    if name == "cpu":
+        return torch.device(name)
+    if name == "auto":  # of a bundle that does not say
+        return choose_device(bundle.config)
+    missing = missing_for_cuda(torch.device("cuda"))
+    if missing is None:
+        return torch.device("cuda")
+    raise ValueError(
+        f"{bundle.folder}: recorded on {name}, and only such a device gives its bits again; here, {missing}. "
+        f"Copy the run's folder to one and replay it there"
+    )
 
 
 def _forward_again(trainer: Trainer, groups: tuple[Group, ...]) -> Rollout:
@@ -163,7 +180,7 @@ def _compare(bundle: Bundle, trainer: Trainer, redrawn: int | None) -> Replay:
     elif faults and not bool(torch.from_numpy(logp).isnan().any()):
         transform = trainer.scorer.transform
         lines = diagnose_mismatch(trainer.model, bundle.groups, logp, transform, step).lines()
-    now, then = environment(), bundle.about["environment"]
+    now, then = environment(trainer.model.device), bundle.about["environment"]
     changes = [f"{k} was {then.get(k)!r}, is {now[k]!r}" for k in now if now[k] != then.get(k)]
     return Replay(
         kind=diagnosis["kind"],

@@ -155,8 +155,10 @@ class Watchdog:
             "version": self.model.version,
             **more,
         }
-        logp = compared.trainer_logp().numpy()
-        return write_bundle(run, self.step, self.config, compared.groups, logp, self.save(), about)
+        logp, device = compared.trainer_logp().numpy(), self.model.device
+        return write_bundle(
+            run, self.step, self.config, compared.groups, logp, self.save(), device, about
+        )
 
     def _stop(self, diagnosis: Diagnosis, bundle: Path, reason: str) -> RunStopped:
         text = (

@@ -112,6 +112,7 @@ def key_help(
 
 def _module_keys(section: str, config: Config | None) -> list[str]:
     """Keys of the algorithm, correction or task that the file (or the defaults) names."""
+    other = "FILE --help lists the keys of the one that FILE names"
     if section == "rl":
         from samebit.rl.registry import list_algorithms, list_corrections
 
@@ -119,14 +120,14 @@ def _module_keys(section: str, config: Config | None) -> list[str]:
         correction = str(config.rl.correction["name"]) if config else "tis"
         return [
             *_plugin(f"keys of algorithm {algorithm}", "samebit.rl", algorithm, "rl."),
-            f"  (algorithms: {', '.join(list_algorithms())})",
+            f"  (algorithms: {', '.join(list_algorithms())}; {other})",
             *_plugin(
                 f"keys of correction {correction}",
                 "samebit.rl.corrections",
                 correction,
                 "rl.correction.",
             ),
-            f"  (corrections: {', '.join(list_corrections())})",
+            f"  (corrections: {', '.join(list_corrections())}; {other})",
         ]
     if section == "task":
         from samebit.tasks.api import task_names
@@ -135,7 +136,7 @@ def _module_keys(section: str, config: Config | None) -> list[str]:
         names = ", ".join(task_names())
         return [
             *_plugin(f"keys of task {task}", "samebit.tasks", task, "task."),
-            f"  (tasks: {names})",
+            f"  (tasks: {names}; {other})",
         ]
     return []
 
