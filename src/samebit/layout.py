@@ -129,7 +129,7 @@ class PagedLayout(_Derived):
         width = max(len(pages) for pages, _, _ in chunks)
         lengths = [length for _, _, length in chunks]
         table = [[*pages, *([0] * (width - len(pages)))] for pages, _, _ in chunks]
-        positions = [p for _, start, length in chunks for p in range(start, start + length)]
+        positions = np.concatenate([np.arange(start, start + n) for _, start, n in chunks])
         sequence = np.repeat(np.arange(len(chunks)), lengths)
         packed = np.concatenate([np.array(table).reshape(-1), sequence, positions])
         numbers = to_device(packed.astype(np.int64), device)

@@ -76,10 +76,18 @@ def _backends() -> dict[str, str]:
         found["cuda"] = "unavailable: torch finds no CUDA device"
         return found
     try:
-        found["cuda"] = f"available: {get_ops(torch.device('cuda')).NAME}"
+        found["cuda"] = f"available: {get_ops(torch.device('cuda')).NAME}{_slow_launches()}"
     except (ValueError, ImportError) as error:
         found["cuda"] = f"unavailable: {error}"
     return found
+
+
+def _slow_launches() -> str:
+    from samebit.kernels.launch import KNOWN, is_known  # late: triton
+
+    if is_known():
+        return ""
+    return f" (each launch by Triton's own way, about 60 us slower: the short one knows {KNOWN}x)"
 
 
 def kind(name: str) -> str:

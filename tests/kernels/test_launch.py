@@ -152,7 +152,7 @@ class Kernel:
 def direct(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     """The arguments of every launch that went past Triton."""
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(short, "_is_known", lambda: True)
+    monkeypatch.setattr(short, "is_known", lambda: True)
     monkeypatch.setattr(short, "_bare", lambda run: lambda *args: calls.append(args))
     monkeypatch.setattr(short, "_READY", {})
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)

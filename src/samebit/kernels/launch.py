@@ -99,7 +99,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
     constants: its constexprs and the compiler's options, hashable.
     """
-    if not _is_known() or JITFunction.run is not _TRITON_RUN or _watched():
+    if not is_known() or JITFunction.run is not _TRITON_RUN or _watched():
         _ordinary(kernel, grid, args, constants)
         return
     device = torch._C._cuda_getDevice()
@@ -224,5 +224,6 @@ def _watched() -> bool:
 
 
 @functools.cache
-def _is_known() -> bool:
+def is_known() -> bool:
+    """Whether this is a Triton, and a machine, for the short launch."""
     return triton.__version__.startswith(KNOWN) and torch.cuda.is_available()
