@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import itertools
 import json
 import random
 import sys
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 
 from samebit.config import RolloutConfig
-from samebit.engine.decode import MAX_TRANSFORMS, GraphStep, bucket_sizes
+from samebit.engine.decode import GraphStep, bucket_sizes
 from samebit.engine.native import Engine
 from samebit.reference.sampling import Transform
 from samebit.types import Group, Sampling
@@ -36,6 +37,9 @@ Engine.pipelined = True
 
 HOUR = 222_000
 """Requests of the hour that the module's head works out."""
+
+DRAWS = (Sampling(), Sampling(temperature=0.7), Sampling(temperature=0.9), Sampling(top_k=50))
+"""Of the rounds: as many as the engine keeps graphs for."""
 
 PLACES = 1024 if DEVICE.type == "cuda" else 512
 CONFIG = MODELS["qwen3"]
@@ -73,9 +77,8 @@ def requests_of(round_index: int, vocabulary: int) -> tuple[list[Any], int, Samp
     lengths = [int(10 ** chance.uniform(0, 2.6)) for _ in range(4 * PLACES // samples)]
     if round_index % 8 == 7:
         lengths[0] = 2000 if DEVICE.type == "cuda" else 200
-    sampling = Sampling(
-        temperature=chance.choice((1.0, 1.0, 1.0, 0.7, 0.9)),
-        top_k=chance.choice((0, 0, 0, 50)),
+    sampling = replace(
+        chance.choice(DRAWS),
         max_tokens=chance.choice((2, 6, 16, 48)),
         stop_ids=tuple(range(0, vocabulary, chance.choice((6, 16, 60)))),
     )
@@ -97,12 +100,15 @@ class Soak:
         self.marks: list[dict[str, float]] = []
 
     def make_graphs(self) -> None:
-        """As many as the engine keeps: a graph takes a megabyte or two of the host, which is no leak."""
-        for at, temperature in enumerate((1.0, 0.7, 0.9, 0.8)[:MAX_TRANSFORMS]):
-            for rows in bucket_sizes(PLACES):
-                sampling = Sampling(temperature=temperature, max_tokens=3)
-                prompts = prompts_of([4] * rows, self.model.config.tokenizer_size, at)
-                self.engine.generate(prompts, 1, sampling, 0)
+        """Every graph that the rounds want, after others that go for them.
+
+        A graph takes a megabyte or two of the host's memory, which is no leak.
+        """
+        vocabulary = self.model.config.tokenizer_size
+        for at, draw in enumerate((Sampling(temperature=0.5), Sampling(temperature=0.6), *DRAWS)):
+            for rows, longest in itertools.product(bucket_sizes(PLACES), (4, 1100)):
+                prompts = prompts_of([longest, *[4] * (rows - 1)], vocabulary, at)
+                self.engine.generate(prompts, 1, replace(draw, max_tokens=3), 0)
 
     def round(self) -> None:
         """Requests of one kind, now and then cut short, compared or followed by an update."""
@@ -138,7 +144,11 @@ class Soak:
         self.wrong, self.compared = self.wrong + wrong, self.compared + tokens
 
     def mark(self) -> None:
-        """Note what is held now."""
+        """Note what is held now, without the tensor maps that launches keep up to a bound."""
+        if DEVICE.type == "cuda":
+            from samebit.kernels import launch
+
+            launch.forget_maps()
         gc.collect()
         step = self.engine._step
         self.marks.append(

@@ -155,6 +155,7 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     monkeypatch.setattr(short, "is_known", lambda: True)
     monkeypatch.setattr(short, "_bare", lambda run: lambda *args: calls.append(args))
     monkeypatch.setattr(short, "_READY", {})
+    monkeypatch.setattr(short, "_MAPS", {})
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
     utils = SimpleNamespace(fill_tma_descriptor=lambda *args: ("map", *map(str, args)))
@@ -271,9 +272,7 @@ def test_a_kept_map_is_of_this_address_shape_and_stride(direct: list[tuple[Any, 
     seen = [call[13] for call in direct]
     assert seen[0] == seen[len(seen) - 14]
     assert len(set(seen)) == 15
-    (ready,) = short._READY.values()
-    assert ready is not None
-    assert len(ready.maps) == 15
+    assert len(short._MAPS) == 15
 
 
 def test_no_more_maps_are_kept_than_said(
@@ -284,9 +283,10 @@ def test_no_more_maps_are_kept_than_said(
     x = torch.zeros(20, 64, 128, dtype=torch.float8_e4m3fn)
     for part in x:
         launch(kernel, (1,), rows_box(part, 64, 128))
-    (ready,) = short._READY.values()
-    assert ready is not None
-    assert len(ready.maps) <= 5
+    assert 0 < len(short._MAPS) <= 5
+    short.forget_maps()
+    launch(kernel, (1,), rows_box(x[0], 64, 128))
+    assert len(short._MAPS) == 1
 
 
 def test_a_box_the_copy_engine_cannot_address_is_refused(direct: list[tuple[Any, ...]]):

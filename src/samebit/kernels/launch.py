@@ -27,8 +27,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 KNOWN = "3.6."
 """The Triton whose launcher's arguments these are."""
 
-MOST_MAPS = 4096
-"""Encoded tensor maps that a compiled kernel keeps; a map is 128 bytes and a few numbers."""
+MOST_MAPS = 8192
+"""Encoded tensor maps that are kept, each about a kilobyte; a training step of 36 layers has 1,500."""
 
 _TRITON_RUN = JITFunction.run
 
@@ -152,7 +152,7 @@ class Ready:
         self.run, self.function, self.packed = run, compiled.function, compiled.packed_metadata
         metadata: Any = compiled.metadata
         self.flags = (metadata.launch_cooperative_grid, metadata.launch_pdl, None, None)
-        self.maps: dict[Any, list[Any]] = {}
+        self.key = id(self)  # for ever: it is kept
         self.forms = list(metadata.tensordesc_meta or ())
         signature = list(compiled.src.signature.values())
         # last first: a box becomes several values
@@ -180,8 +180,8 @@ class Ready:
         """Launch on a stream; values as from `sort`."""
         for at, number in self.boxes:
             box = values[at]
-            where = (number, box.tensor.data_ptr(), box.shape, box.strides)
-            values[at : at + 1] = self.maps.get(where) or self._encode(where, box)
+            where = (self.key, number, box.tensor.data_ptr(), box.shape, box.strides)
+            values[at : at + 1] = _MAPS.get(where) or self._encode(where, box)
         x, y, z = (*grid, 1, 1)[:3]
         self.run(
             x, y, z, stream, self.function, *self.flags, self.packed, None, None, None,
@@ -190,15 +190,21 @@ class Ready:
 
     def _encode(self, where: tuple[Any, ...], box: Box) -> list[Any]:
         """A map names an address, a shape and strides and nothing else: it never goes stale."""
-        if len(self.maps) >= MOST_MAPS:
-            self.maps.clear()
-        made = nvidia.make_tensordesc_arg(box.described(), self.forms[where[0]])
-        self.maps[where] = made
+        if len(_MAPS) >= MOST_MAPS:
+            _MAPS.clear()
+        made = nvidia.make_tensordesc_arg(box.described(), self.forms[where[1]])
+        _MAPS[where] = made
         return made
 
 
 _UNKNOWN: Any = object()
 _READY: dict[tuple[Any, ...], Ready | None] = {}
+_MAPS: dict[tuple[Any, ...], list[Any]] = {}
+
+
+def forget_maps() -> None:
+    """Let the kept tensor maps go; they are encoded again where they are wanted."""
+    _MAPS.clear()
 
 
 def _ordinary(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: Any) -> Any:

@@ -32,6 +32,8 @@ FEW, MANY = 2, 6
 """Depths whose difference is a layer."""
 SEQUENCES = 256
 """Of a step."""
+STEPS = (("qwen3-0.6b", SEQUENCES, 2048, 1), ("smollm2-135m", 64, 256, 5))
+"""(model, sequences, tokens of each, runs whose median counts) of the steps that are run whole."""
 ROUNDS = 3
 
 
@@ -70,11 +72,12 @@ def cases() -> Iterator[Case]:
     yield from _micro_cases("llama-3.1-8b")
     yield from _whole_cases(8192, "mlp")
     yield from _whole_cases(16384, "mlp")
-    for recipe in RECIPES:
+    for (model, sequences, length, runs), recipe in itertools.product(STEPS, RECIPES):
+        shape = (model, recipe, sequences, length)
         yield Case(
-            f"step/qwen3-0.6b/{SEQUENCES}x2048/{recipe}",
-            measure=lambda r=recipe: real_step("qwen3-0.6b", r),
-            warm=lambda r=recipe: warm_step("qwen3-0.6b", r),
+            f"step/{model}/{sequences}x{length}/{recipe}",
+            measure=lambda a=shape, n=runs: real_step(*a, runs=n),
+            warm=lambda a=shape: warm_step(*a),
         )
     for row in itertools.product(("qwen3-8b", "llama-3.1-8b"), (2048, 8192), RECIPES):
         yield Case(
@@ -263,17 +266,18 @@ def whole(
     }
 
 
-def warm_step(model: str, recipe: str) -> None:
+def warm_step(model: str, recipe: str, sequences: int, length: int) -> None:
     """Compile what `real_step` runs, over two layers and few tokens."""
     from samebit.bench.whole import RealStep
 
-    RealStep(model, recipe, SEQUENCES, 2048, layers=2).run(answer=64)
+    RealStep(model, recipe, sequences, length, layers=2).run(answer=64)
 
 
-def real_step(model: str, recipe: str) -> dict[str, Any]:
-    """One whole RL step of 256 samples x 2,048 tokens: real engine and trainer, random weights."""
+def real_step(model: str, recipe: str, sequences: int, length: int, runs: int) -> dict[str, Any]:
+    """One whole RL step (the median of `runs`) of real engine and trainer, random weights."""
     from samebit.bench.whole import RealStep
 
-    step = RealStep(model, recipe, SEQUENCES, 2048)
+    step = RealStep(model, recipe, sequences, length)
     step.run(answer=64)
-    return step.run()
+    found = sorted((step.run() for _ in range(runs)), key=lambda fields: fields["step_s"])
+    return {**found[runs // 2], "runs": runs}
