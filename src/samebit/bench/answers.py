@@ -1,5 +1,6 @@
 """Whole rollouts through the engine: answers that all stop at once, never, or at random lengths.
 
+A step in which a kernel was compiled or a graph made says nothing about the next: it is not counted.
 `parts` draws the answers of `spread` as `rollout.partial_tokens` does: what is cut goes on beside the next
 step's prompts. Both count the tokens drawn in all of the timed steps over their seconds.
 """
@@ -26,8 +27,10 @@ MEAN_TOKENS = 96
 PART_TOKENS = 192
 
 STEPS = {"at-once": (1, 2), "never": (1, 1), "spread": (1, 2), "parts": (4, 4), "queue": (1, 1)}
-"""(steps that only warm up, steps timed): parts are timed when as many go on as are cut; a queue is the
+"""(first steps that never count, steps that do): parts count when as many go on as are cut; a queue is the
 answers of `spread` of four times as many prompts as places."""
+MOST = 4
+"""Times as many steps are run at most, until enough count."""
 
 
 def sampling_of(kind: str, vocabulary: int) -> Sampling:
@@ -52,34 +55,48 @@ def drawn(groups: list[Group]) -> int:
 
 def answers_row(name: str, recipe: str, kind: str) -> dict[str, Any]:
     """Steps of one kind on a model of this shape; the cache stays, as it does between steps of a run."""
-    model = HELD.model(name, recipe)
-    engine = Engine(model, RolloutConfig(max_batch=SEQUENCES), None, 0)
-    sampling = sampling_of(kind, model.config.tokenizer_size)
-    untimed, timed = STEPS[kind]
-    number = SEQUENCES * (4 if kind == "queue" else 1)
-    held: list[Group] = []
-    seconds = tail_s = 0.0
-    tokens = longest = 0
+    engine = Engine(HELD.model(name, recipe), RolloutConfig(max_batch=SEQUENCES), None, 0)
     try:
-        for step in range(untimed + timed):
-            new = begin(prompts_of(step, number, model.config.tokenizer_size), 1, step * number)
-            before = drawn(held)
-            torch.cuda.synchronize()
-            begun = time.perf_counter()
-            budget = PART_TOKENS if kind == "parts" else 0
-            groups = engine.advance([*held, *new], sampling, budget=budget)
-            passed = time.perf_counter() - begun
-            engine.refresh()
-            held = [g for g in groups if not all(s.finished for s in g.samples)]
-            if step >= untimed:
-                seconds, tail_s = seconds + passed, tail_s + passed * engine.tail_share
-                tokens += drawn(groups) - before
-                longest = max(longest, *(len(s.ids) for g in groups for s in g.samples))
-        return {
-            "seconds": seconds / timed, "tokens_per_s": tokens / seconds,
-            "tail_share": tail_s / seconds, "idle_share": engine.idle_share,
-            "tokens_a_step": tokens / timed, "longest": longest, "cut": len(held),
-            "graphs": engine.stats.captures,
-        }  # fmt: skip
+        return measured(engine, kind, SEQUENCES * (4 if kind == "queue" else 1))
     finally:
         engine.close()
+
+
+def made(engine: Engine) -> int:
+    """Graphs and kinds of launches so far."""
+    from samebit.kernels.launch import kinds_seen  # late: triton
+
+    return engine.stats.captures + kinds_seen()
+
+
+def measured(engine: Engine, kind: str, number: int) -> dict[str, Any]:
+    """The fields of a row: `number` new prompts a step. RuntimeError if too few steps count."""
+    vocabulary = engine.model.config.tokenizer_size
+    sampling = sampling_of(kind, vocabulary)
+    budget = PART_TOKENS if kind == "parts" else 0
+    uncounted, wanted = STEPS[kind]
+    held: list[Group] = []
+    seconds = tail_s = 0.0
+    tokens = longest = counted = step = 0
+    while counted < wanted and step < uncounted + MOST * wanted:
+        new = begin(prompts_of(step, number, vocabulary), 1, step * number)
+        before, already = drawn(held), made(engine)
+        begun = time.perf_counter()
+        groups = engine.advance([*held, *new], sampling, budget=budget)
+        passed = time.perf_counter() - begun
+        engine.refresh()
+        held = [g for g in groups if not all(s.finished for s in g.samples)]
+        if step >= uncounted and made(engine) == already:
+            counted += 1
+            seconds, tail_s = seconds + passed, tail_s + passed * engine.tail_share
+            tokens += drawn(groups) - before
+            longest = max(longest, *(len(s.ids) for g in groups for s in g.samples))
+        step += 1
+    if counted < wanted:
+        raise RuntimeError(f"kernels were still being made in step {step}; run the row again")
+    return {
+        "seconds": seconds / wanted, "tokens_per_s": tokens / seconds,
+        "tail_share": tail_s / seconds, "idle_share": engine.idle_share,
+        "tokens_a_step": tokens / wanted, "longest": longest, "cut": len(held),
+        "graphs": engine.stats.captures, "steps_run": step,
+    }  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ import torch
 from samebit.kernels import _gemm_plain as plain
 from samebit.kernels._gemm_hopper import hopper_gemm_kernel
 from samebit.kernels._gemm_problem import GLOBAL, NONE, RING
-from samebit.kernels.launch import Box, form, launch, rows_box
+from samebit.kernels.launch import Box, form, launch, processors, rows_box
 
 GROUP = 128
 
@@ -38,11 +37,6 @@ class Tile:
     group: int = 8
     per_sm: int = 1
     registers: int = 168
-
-
-@functools.lru_cache
-def _sm_count(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 def tma_ready(tensor: torch.Tensor) -> bool:
@@ -112,7 +106,7 @@ def hopper_gemm(
     assert tile.rows == 64 * tile.consumers or (tile.rows, tile.consumers) == (32, 1)
     assert stages <= 32, "the kernel keeps 32 barriers"
     tiles = -(-rows // tile.rows) * -(-cols // tile.columns)
-    grid = (min(tiles, _sm_count(out_MN.device.index or 0) * tile.per_sm),)
+    grid = (min(tiles, processors(out_MN) * tile.per_sm),)
     launch(hopper_gemm_kernel, grid,
         a_desc, rows_box(b, tile.columns, step),
         _scale_box(sa, a_source, min(tile.rows, 64), a_desc),

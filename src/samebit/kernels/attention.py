@@ -25,7 +25,7 @@ from samebit.kernels.attention_layout import (
 from samebit.kernels.attention_pages import LOG2E, or_unused, page_rows, pages_fit, strides_of
 from samebit.kernels.attention_prefill import attention_prefill_kernel
 from samebit.kernels.attention_stream import attention_stream_kernel
-from samebit.kernels.launch import cdiv, launch
+from samebit.kernels.launch import cdiv, launch, processors
 from samebit.kernels.quantize_common import empty_activation_scale
 
 MAX_GROUP = 64
@@ -189,7 +189,7 @@ def _stream(q, k, v, scales, layout: Layout, scale: float, out, lse) -> None:
         k_view = v_view = None
         row_units = (0, 0, D) * 2
         num_tiles = layout.forward_tiles.shape[0] * H
-        programs = min(num_tiles, torch.cuda.get_device_properties(q.device).multi_processor_count)
+        programs = min(num_tiles, processors(q))
         tables = (layout.forward_tiles,) * 4 + (0, 1)
     launch(attention_stream_kernel, (programs,),
         head_rows(q, 64), head_rows(k, KEY_BLOCK, k_view),

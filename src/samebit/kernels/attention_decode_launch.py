@@ -19,7 +19,7 @@ from samebit.kernels.attention_layout import (
     on_card,
 )
 from samebit.kernels.attention_pages import LOG2E, or_unused, page_rows, pages_fit, strides_of
-from samebit.kernels.launch import cdiv, launch, next_power_of_2
+from samebit.kernels.launch import cdiv, launch, next_power_of_2, processors
 
 MAX_GROUP = 32
 """Query heads of a group that the warp-specialised kernel holds; the plain kernel takes 64."""
@@ -51,7 +51,7 @@ def splits_per_program(programs: int, splits: int) -> int:
 
 def programs_at_once(x: torch.Tensor) -> int:
     """Programs of the kernel of codes that its card holds: two a multiprocessor."""
-    return 2 * torch.cuda.get_device_properties(x.device).multi_processor_count
+    return 2 * processors(x)
 
 
 def fast_decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

@@ -94,6 +94,16 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def processors(x: torch.Tensor) -> int:
+    """Multiprocessors of the tensor's device."""
+    return _processors(x.device.index or 0)
+
+
+@functools.cache
+def _processors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """kernel[grid](*args, **constants): args are its run-time parameters in order, a `Box` each descriptor.
 
@@ -200,6 +210,11 @@ class Ready:
 _UNKNOWN: Any = object()
 _READY: dict[tuple[Any, ...], Ready | None] = {}
 _MAPS: dict[tuple[Any, ...], list[Any]] = {}
+
+
+def kinds_seen() -> int:
+    """Kinds of launches so far: each went Triton's own way once, and was perhaps compiled."""
+    return len(_READY)
 
 
 def forget_maps() -> None:

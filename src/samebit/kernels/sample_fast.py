@@ -6,7 +6,7 @@ import torch
 
 from samebit.kernels.head_restrict import HeadCut
 from samebit.kernels.head_tile import check_operands
-from samebit.kernels.launch import cdiv, launch, rows_box
+from samebit.kernels.launch import cdiv, launch, processors, rows_box
 from samebit.kernels.quantize_common import NUMERIC_OPTIONS
 from samebit.kernels.sample_hopper import (
     BLOCK_K,
@@ -42,10 +42,9 @@ def draw(
     (T, K), tiles = hidden_TK.shape, parts.shape[2]
     check_operands(hidden_TK, weight_VK)
     programs = cdiv(T, TOKENS.value) * tiles
-    processors = torch.cuda.get_device_properties(parts.device).multi_processor_count
     launch(
         sample_hopper_kernel,
-        (min(programs, processors),),
+        (min(programs, processors(parts)),),
         rows_box(hidden_TK, STRIP.value, BLOCK_K.value),
         rows_box(weight_VK, VOCAB.value, BLOCK_K.value),
         inverse_temperature_T,
