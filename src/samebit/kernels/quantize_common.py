@@ -49,9 +49,10 @@ def empty_activation_scale(tokens: int, width: int, device: torch.device) -> tor
 
     Contiguous along tokens (rows of whole 16 bytes), which is the order GEMM tiles read them in.
     """
-    rows = cdiv(width, BLOCK)
-    storage_GT = torch.empty((rows, cdiv(tokens, 4) * 4), dtype=torch.float32, device=device)
-    return storage_GT[:, :tokens].t()
+    row = cdiv(tokens, 4) * 4
+    return torch.empty_strided(
+        (tokens, cdiv(width, BLOCK)), (1, row), dtype=torch.float32, device=device
+    )
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch.autograd import Function
 
-from samebit.layers.gradient import deliver, give_back, keep, kept, target
+from samebit.layers.gradient import apply, deliver, give_back, keep, kept, target
 from samebit.layers.kv import AnyStore
 from samebit.layers.linear import LinearUse
 from samebit.layout import Layout, PackedLayout
@@ -305,11 +305,11 @@ def attention_half(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(x + update, attention's own update), BF16 [T, hidden] each."""
     query, key = half.query_norm, half.key_norm
-    return _AttentionHalf.apply(
-        x, update, half.norm.master, half.qkv.master, half.qkv.bias_master,
+    return apply(
+        _AttentionHalf, x, update, half.norm.master, half.qkv.master, half.qkv.bias_master,
         None if query is None else query.master, None if key is None else key.master,
         half.out.master, half,
-    )  # fmt: skip  # type: ignore[return-value]
+    )  # fmt: skip
 
 
 # --- MLP -----------------------------------------------------------------------------------------
@@ -366,4 +366,5 @@ def mlp_half(
     x: torch.Tensor, update: torch.Tensor, half: MlpHalf
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(x + update, the MLP's own update), BF16 [T, hidden] each."""
-    return _MlpHalf.apply(x, update, half.norm.master, half.gate_up.master, half.down.master, half)  # type: ignore[return-value]
+    masters = (half.norm.master, half.gate_up.master, half.down.master)
+    return apply(_MlpHalf, x, update, *masters, half)

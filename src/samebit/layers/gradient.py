@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.autograd import Function
 
 from samebit.operand import HeadCodes, Operand
 
@@ -34,6 +35,19 @@ def deliver(
     return grad
 
 
+class _Undifferentiated:
+    """The context of a forward that nobody differentiates."""
+
+    half: Any = None
+
+
+def apply(function: type[Function], *args: Any) -> Any:
+    """function.apply(*args), or its forward alone where no gradient is wanted (less work for the host)."""
+    if torch.is_grad_enabled():
+        return function.apply(*args)
+    return function.forward(_Undifferentiated(), *args)
+
+
 @dataclass(frozen=True, slots=True)
 class _Form:
     """How to put a kept value together again from `count` tensors."""
@@ -48,6 +62,8 @@ _NOTHING = torch.empty(0)
 
 def keep(ctx: Any, *values: Any) -> None:
     """Save tensors, operands and head codes (None stays None) so that autograd frees them on time."""
+    if isinstance(ctx, _Undifferentiated):
+        return
     tensors: list[torch.Tensor | None] = []
     forms: list[_Form] = []
     for value in values:
