@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,6 +90,19 @@ def test_the_tiny_model_and_the_recipes_checked_are_ones_that_the_kernels_take()
     )
     assert not any("int4" in name for name in on_cuda)
     assert len(check._checks("cpu")) == 3 + len(recipe_names())
+
+
+@pytest.mark.parametrize(("known", "said"), [(True, ""), (False, "Triton's own way")])
+def test_what_launches_go_by_is_said(known: bool, said: str, monkeypatch: pytest.MonkeyPatch):
+    launch = pytest.importorskip("samebit.kernels.launch")
+    from samebit import machine
+
+    monkeypatch.setattr(launch, "is_known", lambda: known)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(machine, "get_ops", lambda device: SimpleNamespace(NAME="hopper"))
+    found = machine._backends()["cuda"]
+    assert found.startswith("available: hopper") and said in found
+    assert known == (found == "available: hopper")
 
 
 def test_a_device_that_cannot_be_used_is_refused(capsys: Any):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from samebit.bundle import read_bundle
+from samebit.bundle import environment, read_bundle
 from samebit.cli import main
 from samebit.errors import RunStopped
 from samebit.log import Reporter
@@ -101,6 +102,34 @@ def require_recorded_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ) as error:
         replay(folder)
     assert str(folder) in str(error.value) and "--run.device" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "recorded", "device"),
+    [("cuda:1", "NVIDIA H200", "cuda:1"), ("auto", "NVIDIA H200", "cuda"), ("cuda", None, "cuda"),
+     ("auto", "cpu", "cpu"), ("auto", None, "cpu")],
+)  # fmt: skip
+def test_replay_goes_to_the_device_that_recorded(
+    asked: str, recorded: str | None, device: str, monkeypatch: pytest.MonkeyPatch
+):
+    from samebit import replay as module
+
+    found: list[torch.device] = []
+    monkeypatch.setattr(module, "missing_for_cuda", lambda where: found.append(where))
+    monkeypatch.setattr(module, "choose_device", lambda _: torch.device("cpu"))
+    environment = {} if recorded is None else {"device": recorded}
+    bundle: Any = SimpleNamespace(
+        config=SimpleNamespace(run=SimpleNamespace(device=asked)),
+        about={"environment": environment},
+    )
+    assert module._recorded_device(bundle) == torch.device(device)
+    assert found == ([torch.device(device)] if device != "cpu" else [])
+
+
+def test_a_bundle_names_the_card(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"card {device.index}")
+    assert environment(torch.device("cuda:1"))["device"] == "card 1"
+    assert environment(torch.device("cpu"))["device"] == "cpu"
 
 
 def test_a_fault_of_the_functions_themselves_is_named_again_by_replay(

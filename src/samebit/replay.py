@@ -111,14 +111,16 @@ def replay(folder: str | Path, redraw: bool = True) -> Replay:
 
 def _recorded_device(bundle: Bundle) -> torch.device:
     """Where the bundle's bits were made; ValueError where no such device is here."""
-    name = bundle.about["environment"].get("device", bundle.config.run.device)
+    asked = bundle.config.run.device
+    name = bundle.about["environment"].get("device", asked)
     if name == "cpu":
         return torch.device(name)
     if name == "auto":  # of a bundle that does not say
         return choose_device(bundle.config)
-    missing = missing_for_cuda(torch.device("cuda"))
+    device = torch.device(asked if asked.startswith("cuda") else "cuda")
+    missing = missing_for_cuda(device)
     if missing is None:
-        return torch.device("cuda")
+        return device
     raise ValueError(
         f"{bundle.folder}: recorded on {name}, and only such a device gives its bits again; here, {missing}. "
         f"Copy the run's folder to one and replay it there"
@@ -181,7 +183,7 @@ def _compare(bundle: Bundle, trainer: Trainer, redrawn: int | None) -> Replay:
         transform = trainer.scorer.transform
         lines = diagnose_mismatch(trainer.model, bundle.groups, logp, transform, step).lines()
     now, then = environment(trainer.model.device), bundle.about["environment"]
-    changes = [f"{k} was {then.get(k)!r}, is {now[k]!r}" for k in now if now[k] != then.get(k)]
+    changes = [f"{k} was {then[k]!r}, is {v!r}" for k, v in now.items() if v != then.get(k, v)]
     return Replay(
         kind=diagnosis["kind"],
         tokens=len(logp),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +48,33 @@ def test_a_row_counts_the_tokens_of_its_steps(engine, kind):
     else:
         assert PLACES < found["tokens_a_step"] < 12 * 8 * PLACES
     assert (found["cut"] > 0) == (kind == "parts")
+
+
+def test_parts_count_what_each_step_drew(engine, monkeypatch):
+    """Not what the samples that go on had already."""
+    drawn = []
+    advance = engine.advance
+
+    def noted(groups, *args, **options):
+        before = answers.drawn(groups)
+        out = advance(groups, *args, **options)
+        drawn.append(answers.drawn(out) - before)
+        return out
+
+    monkeypatch.setattr(engine, "advance", noted)
+    found = answers.measured(engine, "parts", PLACES)
+    assert found["tokens_a_step"] == sum(drawn[-4:]) / 4
+
+
+def test_kinds_of_launches_and_graphs_are_what_is_made(monkeypatch):
+    launch = pytest.importorskip("samebit.kernels.launch")
+    engine: Any = SimpleNamespace(stats=SimpleNamespace(captures=3))
+    monkeypatch.setattr(launch, "is_known", lambda: True)
+    monkeypatch.setattr(launch, "kinds_seen", lambda: 40)
+    assert answers.made(engine) == 43
+    monkeypatch.setattr(launch, "is_known", lambda: False)
+    with pytest.raises(RuntimeError, match=r"with triton 3\.6\.x only"):
+        answers.made(engine)
 
 
 def test_a_step_that_made_something_does_not_count(engine, monkeypatch):

@@ -132,6 +132,7 @@ def test_help_lists_every_key_with_docstring_and_default(file: str, capsys: Any)
         assert f"--{key.replace('_', '-')} " in text, key
     assert "Completions per prompt. (8)" in text
     assert "--rl.clip-low FLOAT" in text and "--task.shots INT" in text
+    assert text.count("FILE --help lists the keys of the one that FILE names") == 3
     assert main(["train", file, "--help", "--rl.algorithm", "ppo"]) == 0
 
 

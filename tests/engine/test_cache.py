@@ -111,6 +111,13 @@ class Users:
                 assert node.page in self.pool.idle
         assert len(self.prefix._key_of) == len(self.prefix._nodes)
 
+    def require_running_known(self, ids: tuple[int, ...], pages: list[int]) -> None:
+        """What a sample that still runs has computed is there for others."""
+        found = self.prefix.match((*ids, -1))
+        assert found == pages[: len(ids) // self.pool.page_size]
+        for page in found:
+            self.pool.release(page)
+
     def pages_in_use(self) -> int:
         """Distinct pages of the samples that hold any."""
         return len({page for pages in self.held for page in pages})
@@ -154,6 +161,37 @@ def test_what_was_let_go_first_is_forgotten_first():
     while prefix.reserve(pool.num_free + 1):
         found.append(next(p for p in pages if not pool.references[p] and p not in found))
     assert found == [pages[0], pages[2], pages[1]]
+
+
+def test_what_runs_stays_known_however_little_room_is_left():
+    users = Users(7)
+    assert users.start(tuple(range(8)), prompt=False)
+    users.stop(0)
+    assert users.start(tuple(range(9)), prompt=False)  # takes up what nobody held for a while
+    for n in range(20):
+        assert users.start(tuple(range(100 * n + 50, 100 * n + 62)), prompt=bool(n % 2))
+        users.stop(1)
+    users.require_running_known(tuple(range(8)), users.held[0])
+    assert not users.prefix.reserve(5)
+    users.require_running_known(tuple(range(8)), users.held[0])
+    users.require_exact()
+
+
+def test_a_parent_used_since_keeps_its_place():
+    pool = make_pool()
+    prefix = PrefixCache(pool)
+    chain, other = tuple(range(8)), (90, 91, 92, 93)
+    pages = [pool.allocate() for _ in range(3)]
+    prefix.insert(chain, pages[:2], 8)
+    prefix.insert(other, pages[2:], 4)
+    for page in pages:
+        pool.release(page)
+    for page in prefix.match((*chain[:4], 77)):  # the parent alone, after everything else
+        pool.release(page)
+    order = []
+    while prefix.reserve(pool.num_free + 1):
+        order.append(next(p for p in pages if not pool.references[p] and p not in order))
+    assert order == [pages[1], pages[2], pages[0]]
 
 
 def test_a_child_goes_before_its_parent_and_a_parent_right_after():

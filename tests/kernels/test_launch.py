@@ -8,8 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import triton
 from hypothesis import given
 from hypothesis import strategies as st
 from triton import knobs
@@ -42,9 +44,18 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn, to
 tensors = st.builds(lambda at, kind: WORDS[at : at + 64].view(kind), st.integers(0, 8), dtypes)
 boxes = st.builds(
     lambda kind, rows, columns: rows_box(torch.zeros(64, 128, dtype=kind), rows, columns),
-    st.sampled_from([torch.bfloat16, torch.float8_e4m3fn]),
+    st.sampled_from(
+        [
+            torch.bfloat16,
+            torch.float16,
+            torch.int16,
+            torch.float8_e4m3fn,
+            torch.float8_e5m2,
+            torch.int8,
+        ]
+    ),
     st.sampled_from([32, 64]),
-    st.sampled_from([32, 64, 128]),
+    st.sampled_from([64, 128]),
 )
 values = st.one_of(
     numbers, tensors, boxes, st.booleans(), st.none(), st.floats(allow_nan=False, width=32)
@@ -69,6 +80,26 @@ def test_numbers_at_every_edge_are_specialised_alike():
         sign * (1 << bits) + i for bits in range(64) for sign in (1, -1) for i in range(-17, 18)
     ]
     require_alike([n for n in near if -(1 << 63) <= n < 1 << 64])
+
+
+def test_boxes_of_every_type_are_specialised_alike():
+    kinds = [torch.bfloat16, torch.float16, torch.int16, torch.float8_e4m3fn, torch.float8_e5m2]
+    all_boxes = [
+        rows_box(torch.zeros(64, 128, dtype=kind), rows, columns)
+        for kind in (*kinds, torch.int8, torch.float32)
+        for rows, columns in ((32, 32), (32, 64), (64, 32), (64, 128))
+    ]
+    require_alike(all_boxes)
+
+
+def test_memory_of_the_host_is_a_kind_of_its_own():
+    """Triton's own launch, the first of a kind, says what is wrong with it."""
+
+    class Card(torch.Tensor):
+        is_cuda = True
+
+    x = torch.zeros(16)
+    assert short.sort((x,))[1] != short.sort((x.as_subclass(Card),))[1]
 
 
 def test_not_every_number_is_a_kind_of_its_own():
@@ -117,7 +148,7 @@ def test_no_kernel_is_launched_another_way():
 def compiled_kernel(signature: list[str], forms: list[Any], **metadata: Any) -> CompiledKernel:
     """As Triton's, of a kernel that was never compiled."""
     fields = {
-        "launch_cooperative_grid": False, "launch_pdl": False, "tensordesc_meta": forms,
+        "launch_cooperative_grid": True, "launch_pdl": False, "tensordesc_meta": forms,
         "global_scratch_size": 0, "profile_scratch_size": 0,
     }  # fmt: skip
     kernel: Any = object.__new__(CompiledKernel)
@@ -139,6 +170,14 @@ class Kernel:
         self.params = [
             SimpleNamespace(is_constexpr=i >= runtime) for i in range(runtime + constants)
         ]
+
+    def with_hook(self):
+        self.pre_run_hooks = (print,)
+        return self
+
+    def constants_first(self):
+        self.params.reverse()
+        return self
 
     def __getitem__(self, grid: Any):
         def run(*args: Any, **constants: Any):
@@ -186,7 +225,7 @@ def test_a_launch_gives_the_launcher_what_triton_gives_it(direct: list[tuple[Any
                 lambda *got, to=expected: to.extend(got), dict(enumerate(SIGNATURE)), FORMS
             )
             described = [a.described() if isinstance(a, Box) else a for a in args]
-            head = (9, 2, 1, 5, 77, False, False, None, None, (4, 1), None, None, None)
+            head = (9, 2, 1, 5, 77, True, False, None, None, (4, 1), None, None, None)
             triton_own(*head, *described, 128)
             got = list(direct[-1])
             assert isinstance(expected[13 + 5], torch.Tensor)
@@ -209,6 +248,96 @@ def test_another_kind_goes_through_triton_first(direct: list[tuple[Any, ...]]):
     for x, n, block in calls:
         launch(kernel, (1,), x, n, BLOCK=block)
     assert (kernel.own, len(direct)) == (7, 9)
+
+
+def test_a_grid_is_three_numbers(direct: list[tuple[Any, ...]]):
+    kernel = Kernel(compiled_kernel(["i32"], []), 0)
+    for grid in ((4,), (4,), (4, 5), (4, 5, 6)):
+        launch(kernel, grid, 7)
+    assert [call[:3] for call in direct] == [(4, 1, 1), (4, 5, 1), (4, 5, 6)]
+
+
+def test_kernels_alike_in_everything_stay_apart(direct: list[tuple[Any, ...]]):
+    """The same kinds of arguments, and a box at the same address, which the one's map cuts otherwise."""
+    first = Kernel(compiled_kernel(SIGNATURE[:1], FORMS[:1]), 0)
+    second = Kernel(compiled_kernel(SIGNATURE[:1], FORMS[1:]), 0)
+    second.compiled.function = 78
+    x = torch.zeros(64, 128, dtype=torch.float8_e4m3fn)
+    for _ in range(3):
+        for kernel in (first, second):
+            launch(kernel, (1,), rows_box(x, 64, 128))
+    assert [call[4] for call in direct] == [77, 78] * 2
+    maps = [call[13] for call in direct]
+    assert maps[0] == maps[2] and maps[1] == maps[3] and maps[0] != maps[1]
+
+
+def test_other_constants_are_another_kind(direct: list[tuple[Any, ...]]):
+    kernel = Kernel(compiled_kernel(["i32", "constexpr", "constexpr"], []), 2)
+    for _ in range(2):
+        launch(kernel, (1,), 7, A=1, B=2)
+        launch(kernel, (1,), 7, B=1, A=2)
+        launch(kernel, (1,), 7, A=1, num_warps=2)
+    assert (kernel.own, len(direct)) == (3, 3)
+
+
+def test_each_device_has_its_own(direct: list[Any], monkeypatch: pytest.MonkeyPatch):
+    kernel = Kernel(compiled_kernel(["i32"], []), 0)
+    launch(kernel, (1,), 7)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+    launch(kernel, (1,), 7)
+    assert (kernel.own, len(direct)) == (2, 0)
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_of_any_sort_are_seen(
+    name: str, direct: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+):
+    kernel = Kernel(compiled_kernel(["i32"], []), 0)
+    launch(kernel, (1,), 7)
+    monkeypatch.setattr(knobs.runtime, name, None)
+    launch(kernel, (1,), 7)
+    assert (kernel.own, len(direct)) == (1, 1)
+    monkeypatch.setattr(knobs.runtime, name, lambda *_: None)
+    launch(kernel, (1,), 7)
+    assert (kernel.own, len(direct)) == (2, 1)
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value"),
+    [(knobs.runtime, "debug", True), (knobs.compilation, "instrumentation_mode", "consan")],
+)
+def test_kernels_compiled_otherwise_are_tritons_own(
+    where: Any, name: str, value: Any, direct: list[Any], monkeypatch: pytest.MonkeyPatch
+):
+    kernel = Kernel(compiled_kernel(["i32"], []), 0)
+    launch(kernel, (1,), 7)
+    with where.scope():
+        setattr(where, name, value)
+        launch(kernel, (1,), 7)
+    assert (kernel.own, len(direct)) == (2, 0)
+    launch(kernel, (1,), 7)
+    assert (kernel.own, len(direct)) == (2, 1)
+
+
+def test_numpy_floats_are_floats(direct: list[Any]):
+    kernel = Kernel(compiled_kernel(["fp32"], []), 0)
+    for value in (0.5, np.float64(0.25), np.float64(3.0)):
+        launch(kernel, (1,), value)
+    assert (kernel.own, len(direct), short.kinds_seen()) == (1, 2, 1)
+
+
+def test_only_the_launcher_it_was_written_for_is_known(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    known = short.is_known.__wrapped__
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    assert known() and nvidia._BASE_ARGS_FORMAT == short.LAUNCHER
+    for version in ("3.5.1", "3.60.0", "4.0.0", "3.7.0"):
+        monkeypatch.setattr(triton, "__version__", version)
+        assert not known()
+    monkeypatch.setattr(triton, "__version__", "3.6.1")
+    monkeypatch.setattr(nvidia, "_BASE_ARGS_FORMAT", "iiiKKOOOOO")
+    assert not known()
 
 
 def test_whoever_watches_launches_sees_them(direct: list[tuple[Any, ...]]):
@@ -244,8 +373,10 @@ def test_a_replaced_run_is_called_and_nothing_kept(
         Kernel(compiled_kernel(["i32"], [], profile_scratch_size=64), 0),
         Kernel(compiled_kernel(["tensordesc<fp8[1],x>"], []), 0),
         Kernel(None, 0),
+        Kernel(compiled_kernel(["i32"], []), 0).with_hook(),
+        Kernel(compiled_kernel(["constexpr", "i32"], []), 1).constants_first(),
     ],
-    ids=["scratch", "profile", "map made by the kernel", "interpreted"],
+    ids=["scratch", "profile", "map made by the kernel", "interpreted", "hook", "constants first"],
 )
 def test_what_the_short_way_does_not_know_takes_tritons(kernel: Kernel, direct: list[Any]):
     launch(kernel, (1,), 7)

@@ -19,10 +19,20 @@ from samebit.formats import E4M3, INT8  # isort: skip
 from samebit.reference.quantize import rescale_tokens as rescale_tokens_reference  # isort: skip
 from samebit.spec import FP8_TOKEN_GROUP  # isort: skip
 from samebit.kernels.quantize_activation import quantize_activation  # isort: skip
+from samebit.kernels.quantize_common import empty_activation_scale  # isort: skip
 from samebit.kernels.quantize_gradient import quantize_gradient, token_group_table  # isort: skip
 from samebit.kernels.quantize_row import quantize_rows  # isort: skip
 from samebit.kernels.quantize_saved import requantize_tokens, rescale_tokens  # isort: skip
 from samebit.kernels.quantize_weight import quantize_weight, transpose_codes  # isort: skip
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 5, 127, 128])
+def test_rows_of_scales_start_on_16_bytes(tokens):
+    """What the copy engine asks for; nothing behind the last row is wanted."""
+    scale = empty_activation_scale(tokens, 300, torch.device("cpu"))
+    row = (tokens + 3) // 4 * 4
+    assert scale.shape == (tokens, 3) and scale.stride() == (1, row)
+    assert scale.untyped_storage().nbytes() == 4 * (2 * row + tokens)
 
 
 def equal(codes, scale, expected):

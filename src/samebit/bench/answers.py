@@ -63,9 +63,11 @@ def answers_row(name: str, recipe: str, kind: str) -> dict[str, Any]:
 
 
 def made(engine: Engine) -> int:
-    """Graphs and kinds of launches so far."""
-    from samebit.kernels.launch import kinds_seen  # late: triton
+    """Graphs and kinds of launches so far. RuntimeError where kinds are not told apart."""
+    from samebit.kernels.launch import KNOWN, is_known, kinds_seen  # late: triton
 
+    if not is_known():
+        raise RuntimeError(f"which steps compile is known with triton {KNOWN}x only; install it")
     return engine.stats.captures + kinds_seen()
 
 
@@ -81,6 +83,8 @@ def measured(engine: Engine, kind: str, number: int) -> dict[str, Any]:
     while counted < wanted and step < uncounted + MOST * wanted:
         new = begin(prompts_of(step, number, vocabulary), 1, step * number)
         before, already = drawn(held), made(engine)
+        if engine.model.device.type == "cuda":
+            torch.cuda.synchronize()
         begun = time.perf_counter()
         groups = engine.advance([*held, *new], sampling, budget=budget)
         passed = time.perf_counter() - begun

@@ -169,8 +169,9 @@ class PrefixCache:
         if node.parent is not None:
             parent = self._nodes[node.parent]
             parent.children -= 1
-            self.pool.idle[parent.page] = None
-            self.pool.idle.move_to_end(parent.page, last=False)
+            if parent.page not in self.pool.idle:  # passed over for its child: it is as old
+                self.pool.idle[parent.page] = None
+                self.pool.idle.move_to_end(parent.page, last=False)
 
     def clear(self) -> None:
         """Forget everything (the weights changed)."""
