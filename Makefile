@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-TORCH ?= 2.13.0
+# the kernels are proved with the triton that torch 2.11 brings
+TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),2.11.0,2.13.0)
 TRITON ?= 3.6.0
 PIP_FLAGS ?=
 STAMP := $(VENV)/.installed

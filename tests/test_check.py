@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,6 +92,38 @@ def test_the_tiny_model_and_the_recipes_checked_are_ones_that_the_kernels_take()
     )
     assert not any("int4" in name for name in on_cuda)
     assert len(check._checks("cpu")) == 3 + len(recipe_names())
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.7.1", "3.60.0", None])
+def test_a_compiler_that_the_kernels_are_not_proved_with_is_refused(
+    version: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    from samebit.quant import ops
+
+    card = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(ops.importlib.util, "find_spec", lambda _: version and "here")
+    monkeypatch.setattr(ops.metadata, "version", lambda _: version or "")
+    with pytest.raises(ValueError, match=r"triton.*\.\[gpu\].*--run\.device cpu"):
+        ops.get_ops(card)
+    monkeypatch.setattr(ops.importlib.util, "find_spec", lambda _: "here")
+    monkeypatch.setattr(ops.metadata, "version", lambda _: "3.6.0")
+    assert ops.missing_for_cuda(card) is None
+
+
+def test_the_compiler_that_is_asked_for_is_the_one_taken():
+    """In the package's extra, the Makefile and the short launch alike."""
+    from samebit.quant.ops import TRITON
+
+    root = Path(__file__).parents[1]
+    extra = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    minor = int(TRITON.split(".")[1])
+    assert f"triton>=3.{minor},<3.{minor + 1}" in extra["optional-dependencies"]["gpu"]
+    assert f"TRITON ?= {TRITON}" in (root / "Makefile").read_text()
+    launch = pytest.importorskip("samebit.kernels.launch")
+    assert launch.KNOWN == TRITON
 
 
 @pytest.mark.parametrize(("known", "said"), [(True, ""), (False, "Triton's own way")])

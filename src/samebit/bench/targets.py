@@ -92,7 +92,7 @@ LEGEND = (
     "must: the least that was asked; aim: what was hoped for. Verdict: which of the two the number\n"
     "reaches, or missed; so far: rows of the target are still to be measured (2 of 4 rows); not\n"
     "comparable: the two arms of the ratio are more than five points of their rooflines apart.\n"
-    "worst: the row with the worst number."
+    "measured: the rows' geometric mean; of whole steps and phases the worst row; worst: that row."
 )
 
 

@@ -11,7 +11,7 @@ from samebit.cli.policy import find_target, load_policy
 
 USAGE = "samebit export RUN|CHECKPOINT OUT [--fp8]"
 ABOUT = (
-    "Writes OUT, which transformers and vLLM load: the masters rounded to BF16, or with --fp8\n"
+    "Writes OUT, which transformers loads: the masters rounded to BF16, or with --fp8\n"
     "the codes and scales that were trained (the policy of an FP8 recipe is that function)."
 )
 OPTIONS = (

@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 KNOWN = "3.6."
-"""The Triton whose launcher's arguments these are."""
+"""The Triton whose launcher's arguments these are (quant/ops.py refuses others anyway)."""
 
 MOST_MAPS = 8192
 """Encoded tensor maps that are kept, each about a kilobyte; a training step of 36 layers has 1,500."""

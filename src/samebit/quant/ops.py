@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -15,6 +16,10 @@ Ops = Any
 
 HOPPER = (9, 0)
 """The compute capability the kernels are proved on. Others keep other bits inside a tensor-core product."""
+
+
+TRITON = "3.6."
+"""The compiler they are proved with: later ones refuse some of them, and bits are a compiler's too."""
 
 
 def missing_for_cuda(device: torch.device) -> str | None:
@@ -31,8 +36,12 @@ def missing_for_cuda(device: torch.device) -> str | None:
             f"{name} has compute capability {capability[0]}.{capability[1]}; the kernels are written "
             "and proved for 9.0 (H100, H200)"
         )
+    way = "install samebit with the extra gpu, pip install '.[gpu]': torch 2.11 and its triton"
     if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed (pip install triton)"
+        return f"the package triton is not installed ({way})"
+    version = metadata.version("triton")
+    if not version.startswith(TRITON):
+        return f"triton {version} is installed, the kernels are written and proved for {TRITON}x ({way})"
     return None
 
 
