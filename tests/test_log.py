@@ -5,11 +5,15 @@ from __future__ import annotations
 import io
 import json
 import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from samebit.clock import Clock
 from samebit.log import JsonLines, MetricsLog, format_metric, read_json_lines, step_line
 from samebit.reporter import Reporter, format_seconds, last_line
 from samebit.types import Group, Prompt, Sample
@@ -103,10 +107,28 @@ def test_zero_is_shown_as_zero_only_when_exact():
     assert step_line(3, 0, {"rl/clip_share_positive": 0.051}) == "step 3  clipped 5.1%"
     phases = {"time/step_s": 10.0, "time/rollout_s": 6.1, "time/backward_s": 0.9}
     assert step_line(3, 0, phases) == "step 3  s 10.0 (rollout 61%)"
+    compiling = {"time/compile_s": 4.2}
+    assert step_line(3, 0, phases | compiling) == "step 3  s 10.0 (compile 42% rollout 61%)"
     near = {"perf/roofline_update": 0.701, "perf/roofline_rollout": 0.42}
     assert step_line(3, 0, phases | near).endswith(
         " (rollout 61%; roofline rollout 42% update 70%)"
     )
+
+
+def test_a_clock_knows_what_compiled_within_its_step(monkeypatch: pytest.MonkeyPatch):
+    seconds = iter([5.0, 7.5])
+    launch: Any = SimpleNamespace(is_known=lambda: True, first_launches_s=lambda: next(seconds))
+    monkeypatch.setitem(sys.modules, "samebit.kernels.launch", launch)
+    assert Clock().metrics()["time/compile_s"] == 2.5
+    launch.is_known = lambda: False  # a machine without the card
+    assert "time/compile_s" not in Clock().metrics()
+    monkeypatch.delitem(sys.modules, "samebit.kernels.launch")
+    clock = Clock()
+    launch.is_known, launch.first_launches_s = lambda: True, lambda: 3.0
+    monkeypatch.setitem(
+        sys.modules, "samebit.kernels.launch", launch
+    )  # the first launch imports it
+    assert clock.metrics()["time/compile_s"] == 3.0
 
 
 def test_the_last_line_says_exact_only_when_it_is():

@@ -218,8 +218,8 @@ _SHOWN = (
     ("mfu", "perf/mfu", "{:.1%}"),
     ("s", "time/step_s", "{:.1f}"),
 )
-_PHASES = ("rollout", "reward", "forward", "backward", "optimizer")
-"""The phases of a step that are shown where they take a tenth of it."""
+_PHASES = ("compile", "rollout", "reward", "forward", "backward", "optimizer")
+"""The phases of a step that are shown where they take a tenth of it; the first is within the others."""
 
 
 def last_line(values: Mapping[str, Any]) -> str:

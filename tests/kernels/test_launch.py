@@ -250,6 +250,18 @@ def test_another_kind_goes_through_triton_first(direct: list[tuple[Any, ...]]):
     assert (kernel.own, len(direct)) == (7, 9)
 
 
+def test_first_launches_are_timed_and_others_not(
+    direct: list[Any], monkeypatch: pytest.MonkeyPatch
+):
+    ticks = iter([10.0, 13.0, 20.0, 20.5])
+    monkeypatch.setattr(short.time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(short, "_FIRST", [0.0])
+    kernel = Kernel(compiled_kernel(["i32"], []), 0)
+    for n in (7, 9, 7, 16, 32):
+        launch(kernel, (1,), n)
+    assert (kernel.own, len(direct), short.first_launches_s()) == (2, 3, 3.5)
+
+
 def test_a_grid_is_three_numbers(direct: list[tuple[Any, ...]]):
     kernel = Kernel(compiled_kernel(["i32"], []), 0)
     for grid in ((4,), (4,), (4, 5), (4, 5, 6)):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -118,8 +119,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     key = (id(kernel), device, kinds, tuple(constants), tuple(constants.values()))
     ready = _READY.get(key, _UNKNOWN)
     if ready is _UNKNOWN:
+        begun = time.perf_counter()
         compiled = _ordinary(kernel, grid, args, constants)
         _READY.setdefault(key, Ready.of(kernel, compiled))
+        _FIRST[0] += time.perf_counter() - begun
     elif ready is None:
         _ordinary(kernel, grid, args, constants)
     else:
@@ -211,11 +214,17 @@ class Ready:
 _UNKNOWN: Any = object()
 _READY: dict[tuple[Any, ...], Ready | None] = {}
 _MAPS: dict[tuple[Any, ...], list[Any]] = {}
+_FIRST = [0.0]
 
 
 def kinds_seen() -> int:
     """Kinds of launches so far: each went Triton's own way once, and was perhaps compiled."""
     return len(_READY)
+
+
+def first_launches_s() -> float:
+    """Seconds that the first launches of all kinds took so far: compiling, or loading from the disk."""
+    return _FIRST[0]
 
 
 def forget_maps() -> None:
