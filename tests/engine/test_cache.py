@@ -146,6 +146,14 @@ def test_pages_are_counted_and_all_that_nobody_uses_can_be_had(steps: list[tuple
     users.require_exact()
 
 
+def forgotten(prefix: PrefixCache, pages: list[int]) -> list[int]:
+    """These pages, in the order in which they are given up when room is asked for."""
+    order: list[int] = []
+    while prefix.reserve(prefix.pool.num_free + 1):
+        order.append(next(p for p in pages if not prefix.pool.references[p] and p not in order))
+    return order
+
+
 def test_what_was_let_go_first_is_forgotten_first():
     pool = make_pool()
     prefix = PrefixCache(pool)
@@ -157,10 +165,7 @@ def test_what_was_let_go_first_is_forgotten_first():
         pool.release(pages[at])
     assert prefix.match((*chains[1], 0)) == [pages[1]]
     pool.release(pages[1])  # used again, so the newest
-    found = []
-    while prefix.reserve(pool.num_free + 1):
-        found.append(next(p for p in pages if not pool.references[p] and p not in found))
-    assert found == [pages[0], pages[2], pages[1]]
+    assert forgotten(prefix, pages) == [pages[0], pages[2], pages[1]]
 
 
 def test_what_runs_stays_known_however_little_room_is_left():
@@ -188,10 +193,7 @@ def test_a_parent_used_since_keeps_its_place():
         pool.release(page)
     for page in prefix.match((*chain[:4], 77)):  # the parent alone, after everything else
         pool.release(page)
-    order = []
-    while prefix.reserve(pool.num_free + 1):
-        order.append(next(p for p in pages if not pool.references[p] and p not in order))
-    assert order == [pages[1], pages[2], pages[0]]
+    assert forgotten(prefix, pages) == [pages[1], pages[2], pages[0]]
 
 
 def test_a_child_goes_before_its_parent_and_a_parent_right_after():
@@ -203,10 +205,7 @@ def test_a_child_goes_before_its_parent_and_a_parent_right_after():
     prefix.insert(other, pages[3:], 4)
     for page in pages:
         pool.release(page)
-    order = []
-    while prefix.reserve(pool.num_free + 1):
-        order.append(next(p for p in pages if not pool.references[p] and p not in order))
-    assert order == [pages[2], pages[1], pages[0], pages[3]]
+    assert forgotten(prefix, pages) == [pages[2], pages[1], pages[0], pages[3]]
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0, 8.0, 60.0])
