@@ -10,6 +10,7 @@ import torch
 
 from samebit.config import RolloutConfig
 from samebit.engine import decode, native, pipeline
+from samebit.engine.cache import PagePool
 from samebit.engine.native import Engine as Native
 from samebit.engine.scheduler import Slot
 from samebit.layers.kv import PageStore, page_bytes
@@ -47,6 +48,40 @@ def test_samples_are_those_of_the_plain_loop(model, page_size):
     engine.refresh()
     assert engine.pool.num_free == engine.pool.num_pages
     assert set(engine.pool.references[1:]) == {0}
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_prompts_and_draws_come_in_whole_sixteens(model, page_size, monkeypatch):
+    """Rows of nobody fill them up, on the page of nobody: no other row of the cache is written."""
+    engine = Ahead(model, RolloutConfig(max_batch=9, prefill_tokens=21), None, 5, page_size)
+    rows: list[int] = []
+    draws: list[int] = []
+    real, draw = type(model).__call__, model.draw
+    written: list[int] = []
+
+    def seen(self, ids, layout, side, store):
+        rows.append(len(ids))
+        before = store.keys[0].clone()
+        out = real(self, ids, layout, side, store)
+        changed = (store.keys[0] != before).flatten(1).any(1).nonzero()[:, 0]
+        written.extend(changed[changed >= page_size].tolist())
+        return out
+
+    def counted(hidden, transform, keys):
+        draws.append(len(hidden))
+        return draw(hidden, transform, keys)
+
+    monkeypatch.setattr(type(model), "__call__", seen)
+    monkeypatch.setattr(model, "draw", counted)
+    engine.generate(prompts(), 3, Sampling(max_tokens=1))
+    assert rows and draws and all(n % 16 == 0 for n in rows + draws)
+    assert len(written) == len(set(written)) == engine.stats.prefill_tokens < sum(rows)
+
+
+def test_rows_of_nobody_are_added_only_where_nobody_has_a_page():
+    pool = PagePool(None, 4, 16, first=1)  # type: ignore[arg-type]
+    assert [pipeline.idle_rows(n, pool) for n in (1, 15, 16, 17, 8192)] == [15, 1, 0, 15, 0]
+    assert pipeline.idle_rows(17, PagePool(None, 4, 16)) == 0  # type: ignore[arg-type]
 
 
 def test_preempted_samples_lose_nothing(model):

@@ -22,6 +22,7 @@ class PagePool:
 
     def __init__(self, store: AnyStore, num_pages: int, page_size: int, first: int = 0) -> None:
         self.store, self.num_pages, self.page_size = store, num_pages, page_size
+        self.first = first
         self.references = [0] * (first + num_pages)
         self.idle: OrderedDict[int, None] = OrderedDict()
         """Pages that fell to one reference, the longest ago first; some have others or none by now."""

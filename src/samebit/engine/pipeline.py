@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from samebit.engine.cache import PagePool
 from samebit.engine.decode import (
     CONTEXT_BOUNDS,
     HEADER,
@@ -32,6 +33,11 @@ from samebit.reference.sampling import Transform, stream_key, stream_state
 
 AHEAD = 16
 """Tokens ahead for which pages are taken once any row needs one, so that tables are uploaded seldom."""
+
+
+ROWS = 16
+"""Forwards of prompts and their draws are filled up to a multiple of this where there is a page for it:
+Triton compiles a kernel anew for counts that are no multiples, so first runs would wait twice as often."""
 
 
 @dataclass(frozen=True)
@@ -286,10 +292,8 @@ class Pipeline:
         slots = scheduler.drawing()
         if not slots:
             return
-        hidden = torch.cat([slot.hidden for slot in slots if slot.hidden is not None])
-        keys = np.array([stream_key(*slot.state.counter) for slot in slots], np.uint32)
+        ids, logps = self._first_tokens(slots)
         device = self.model.device
-        ids, logps = self.model.draw(hidden, self.transform, to_device(keys.view(np.int32), device))
         lanes, seated, seats = [], [], []
         for i, slot in enumerate(slots):
             slot.hidden = None
@@ -306,6 +310,17 @@ class Pipeline:
             self.state.ids[place] = ids_ok
         out = torch.stack((ids.int(), logps.view(torch.int32)), 1)
         self._note(Reading(out), np.arange(len(slots)), np.array(lanes))
+
+    def _first_tokens(self, slots: list[Slot]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ids, log-probs) drawn from the slots' hidden rows."""
+        n, device = len(slots), self.model.device
+        idle = idle_rows(n, self.scheduler.pool)
+        rows = [slot.hidden for slot in slots if slot.hidden is not None]
+        keys = np.zeros((n + idle, 2), np.uint32)
+        keys[:n] = [stream_key(*slot.state.counter) for slot in slots]
+        hidden = torch.cat([*rows, *(rows[:1] * idle)])
+        ids, logps = self.model.draw(hidden, self.transform, to_device(keys.view(np.int32), device))
+        return ids[:n], logps[:n]
 
     def _read(self) -> None:
         """Take one launch's tokens."""
@@ -352,10 +367,19 @@ class Pipeline:
         self.ended += 1
 
 
+def idle_rows(rows: int, pool: PagePool) -> int:
+    """Rows of nobody to add to so many: they need a page of nobody."""
+    return -rows % ROWS if pool.first else 0
+
+
 def forward(model: Decoder, batch: Batch, scheduler: Scheduler) -> torch.Tensor:
-    """Hidden rows BF16 [T, K] of a batch; its K and V are written to the pool."""
+    """Hidden rows BF16 [T or more, K] of a batch of T; its K and V are written to the pool."""
     pool = scheduler.pool
     chunks = [(slot.pages, start, len(tokens)) for slot, start, tokens in batch.chunks]
+    idle = idle_rows(batch.num_rows, pool)
+    if idle:
+        chunks.append(([0] * pool.pages_for(idle), 0, idle))
     layout = PagedLayout.of_chunks(chunks, pool.page_size, model.device)
-    ids = np.array([token for _, _, tokens in batch.chunks for token in tokens], np.int64)
+    ids = np.zeros(batch.num_rows + idle, np.int64)
+    ids[: batch.num_rows] = [token for _, _, tokens in batch.chunks for token in tokens]
     return model(to_device(ids, model.device), layout, "rollout", pool.store)
