@@ -37,7 +37,7 @@ AHEAD = 16
 
 ROWS = 16
 """Forwards of prompts and their draws are filled up to a multiple of this where there is a page for it:
-Triton compiles a kernel anew for counts that are no multiples, so first runs would wait twice as often."""
+Triton compiles a kernel anew for counts that are no multiples, and first runs wait for it."""
 
 
 @dataclass(frozen=True)
