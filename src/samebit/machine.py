@@ -83,11 +83,11 @@ def _backends() -> dict[str, str]:
 
 
 def _slow_launches() -> str:
-    from samebit.kernels.launch import KNOWN, is_known  # late: triton
+    from samebit.kernels.launch import is_known  # late: triton
 
     if is_known():
         return ""
-    return f" (each launch by Triton's own way, about 60 us slower: the short one knows {KNOWN}x)"
+    return " (each launch by Triton's own way, which is slower: this build's launcher is not known)"
 
 
 def kind(name: str) -> str:

@@ -123,7 +123,7 @@ def _recorded_device(bundle: Bundle) -> torch.device:
         return device
     raise ValueError(
         f"{bundle.folder}: recorded on {name}, and only such a device gives its bits again; here, {missing}. "
-        f"Copy the run's folder to one and replay it there"
+        "Copy the run's folder to one and replay it there"
     )
 
 

@@ -182,29 +182,28 @@ def test_what_runs_stays_known_however_little_room_is_left():
     users.require_exact()
 
 
-def test_a_parent_used_since_keeps_its_place():
+def chain_and_other(full_pages: int) -> tuple[PrefixCache, tuple[int, ...], list[int]]:
+    """(a cache that knows a chain of pages and one more, all let go in order; the chain's ids; the pages)."""
     pool = make_pool()
     prefix = PrefixCache(pool)
-    chain, other = tuple(range(8)), (90, 91, 92, 93)
-    pages = [pool.allocate() for _ in range(3)]
-    prefix.insert(chain, pages[:2], 8)
-    prefix.insert(other, pages[2:], 4)
+    chain = tuple(range(4 * full_pages))
+    pages = [pool.allocate() for _ in range(full_pages + 1)]
+    prefix.insert(chain, pages[:-1], len(chain))
+    prefix.insert((90, 91, 92, 93), pages[-1:], 4)
     for page in pages:
         pool.release(page)
+    return prefix, chain, pages
+
+
+def test_a_parent_used_since_keeps_its_place():
+    prefix, chain, pages = chain_and_other(2)
     for page in prefix.match((*chain[:4], 77)):  # the parent alone, after everything else
-        pool.release(page)
+        prefix.pool.release(page)
     assert forgotten(prefix, pages) == [pages[1], pages[2], pages[0]]
 
 
 def test_a_child_goes_before_its_parent_and_a_parent_right_after():
-    pool = make_pool()
-    prefix = PrefixCache(pool)
-    chain, other = tuple(range(12)), (90, 91, 92, 93)
-    pages = [pool.allocate() for _ in range(4)]
-    prefix.insert(chain, pages[:3], 12)
-    prefix.insert(other, pages[3:], 4)
-    for page in pages:
-        pool.release(page)
+    prefix, _, pages = chain_and_other(3)
     assert forgotten(prefix, pages) == [pages[2], pages[1], pages[0], pages[3]]
 
 

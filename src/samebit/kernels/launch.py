@@ -1,7 +1,7 @@
 """Launch a Triton kernel; a launch like an earlier one skips what Triton would work out again.
 
 An ordinary launch binds and specialises forty arguments, prints its options into a key and encodes every
-tensor map anew: 60 to 130 us, where a small model's kernel runs for three. Here a launch is filed under
+tensor map anew, which takes longer than a small model's kernel runs. Here a launch is filed under
 what Triton specialises on; the next one with the same key passes pointers to the compiled kernel directly.
 Triton's own launch is taken for everything else: the first of a key, an interpreted or only compiled
 kernel, a profiler's hooks, a Triton whose launcher is not the one that this file knows.
@@ -25,14 +25,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as HopperDe
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-KNOWN = "3.6."
-"""The Triton whose launcher's arguments these are (quant/ops.py refuses others anyway)."""
+from samebit.kernels import TRITON
 
-MOST_MAPS = 8192
-"""Encoded tensor maps that are kept, each about a kilobyte; a training step of 36 layers has 1,500."""
+KNOWN = TRITON
+"""The Triton whose launcher this file knows."""
 
 LAUNCHER = "iiiKKppOOOOOO"
 """What that launcher takes before a kernel's own arguments."""
+
+MOST_MAPS = 8192
+"""Encoded tensor maps that are kept; one is 128 bytes, a key and a few numbers."""
 
 
 class Form:

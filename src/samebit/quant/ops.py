@@ -10,16 +10,13 @@ from typing import Any
 import torch
 
 from samebit import reference
+from samebit.kernels import TRITON
 
 Ops = Any
 """A module with the operator set of `samebit.reference`."""
 
 HOPPER = (9, 0)
 """The compute capability the kernels are proved on. Others keep other bits inside a tensor-core product."""
-
-
-TRITON = "3.6."
-"""The compiler they are proved with: later ones refuse some of them, and bits are a compiler's too."""
 
 
 def missing_for_cuda(device: torch.device) -> str | None:
