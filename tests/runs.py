@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,17 +81,31 @@ def samples(folder: Path) -> list[dict[str, Any]]:
     return read_json_lines(folder / "samples.jsonl")
 
 
-def start(code: str, namespace: bool = False, **popen: Any) -> subprocess.Popen[str]:
+def start_ranks(code: str, size: int, **environment: str) -> list[subprocess.Popen[str]]:
+    """As torchrun would: `size` interpreters that know of one another."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [
+        start(code, environment=world | {"RANK": str(r), "LOCAL_RANK": str(r)} | environment)
+        for r in range(size)
+    ]
+
+
+def start(
+    code: str, namespace: bool = False, environment: Mapping[str, str] | None = None, **popen: Any
+) -> subprocess.Popen[str]:
     """A fresh interpreter that runs `code` with this tree importable, on one thread.
 
     namespace: it may mount file systems that nobody else sees (where the system allows that).
     """
     prefix = ["unshare", "--map-root-user", "--mount"] if namespace else []
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    variables = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | (environment or {})
     return subprocess.Popen(
         [*prefix, sys.executable, "-c", code],
-        env=environment,
+        env=variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -10,12 +10,13 @@ from samebit.config import Config
 from samebit.engine.api import RolloutEngine
 from samebit.engine.requests import begin
 from samebit.partial import Held
+from samebit.ranks import ALONE, Ranks
 from samebit.reporter import Reporter
 from samebit.rl.api import Algorithm
 from samebit.samples import aborted, rollout_metrics, without_empty
 from samebit.tasks.api import TaskBase
 from samebit.train.checkpoint import Progress
-from samebit.types import Group, Sampling
+from samebit.types import Group, Prompt, Sampling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +44,39 @@ class Collector:
         algorithm: Algorithm,
         sampling: Sampling,
         report: Reporter,
+        ranks: Ranks = ALONE,
     ):
-        self.config, self.task, self.engine = config, task, engine
+        self.config, self.task, self.engine, self.ranks = config, task, engine, ranks
         self.algorithm, self.sampling, self.report = algorithm, sampling, report
+
+    def draw(
+        self,
+        prompts: Sequence[Prompt],
+        samples: int,
+        sampling: Sampling,
+        first_sample: int,
+        what: str = "rollout",
+        clock: Clock | None = None,
+    ) -> list[Group]:
+        """Completions of prompts, graded; divided among the run's processes, everybody's."""
+        mine = self.ranks.drawn(len(prompts))
+        clock = clock or Clock()
+        with clock("rollout"):
+            groups = self.engine.generate(
+                [prompts[i] for i in mine],
+                samples,
+                sampling,
+                first_sample + mine.start * samples,
+                self.report.progress(what),
+            )
+            self.ranks.wait()
+        with clock("reward"):
+            return self.ranks.everybodys(grade(self.task, groups))
+
+    def _numbers(self, seen: Sequence[Group]) -> dict[str, float]:
+        """reward/ and rollout/ of a step; what grading counted, by everybody."""
+        counts = self.ranks.gather(self.task.stats.metrics(reset=True))
+        return rollout_metrics(seen) | {key: sum(c[key] for c in counts) for key in counts[0]}
 
     def collect(self, progress: Progress, held: Sequence[Held], clock: Clock) -> Collected:
         """The next step's groups; held: what the step before left."""
@@ -60,17 +91,10 @@ class Collector:
         seen: list[Group] = []
         for _ in range(self.algorithm.max_sampling_rounds):
             prompts = self.task.prompts("train", progress.next_prompt, wanted)
-            with clock("rollout"):
-                groups = self.engine.generate(
-                    prompts,
-                    config.rl.group_size,
-                    self.sampling,
-                    progress.next_sample,
-                    self.report.progress("rollout"),
-                )
+            groups = self.draw(
+                prompts, config.rl.group_size, self.sampling, progress.next_sample, clock=clock
+            )
             progress = self._after(progress)
-            with clock("reward"):
-                groups = grade(self.task, groups)
             seen += groups
             selection = self.algorithm.select(without_empty(groups))
             kept += selection.groups
@@ -79,8 +103,7 @@ class Collector:
         else:
             if len(kept) < wanted:
                 self.report.note(f"{selection.describe()}; training on {len(kept)} groups")
-        metrics = rollout_metrics(seen) | self.task.stats.metrics(reset=True)
-        return Collected(kept[:wanted], seen, metrics, progress)
+        return Collected(kept[:wanted], seen, self._numbers(seen), progress)
 
     def _parts(self, progress: Progress, held: Sequence[Held], clock: Clock) -> Collected:
         """New prompts and those held go on by `partial_tokens` a sample; whole groups are trained on."""
@@ -88,22 +111,24 @@ class Collector:
         wanted, size = config.rl.prompts_per_step, config.rl.group_size
         new = begin(self.task.prompts("train", start, wanted), size, progress.next_sample)
         open_ones = [*held, *(Held(start + i, group) for i, group in enumerate(new))]
+        mine = [open_ones[i] for i in self.ranks.drawn(len(open_ones))]
         with clock("rollout"):
             groups = self.engine.advance(
-                [h.group for h in open_ones],
+                [h.group for h in mine],
                 self.sampling,
                 self.report.progress("rollout"),
                 budget=config.rollout.partial_tokens,
             )
-        now = [Held(h.index, group) for h, group in zip(open_ones, groups, strict=True)]
+        moved = [Held(h.index, group) for h, group in zip(mine, groups, strict=True)]
+        now = self.ranks.everybodys(moved)
         whole = [h.group for h in now if h.whole]
         left = tuple(h for h in now if not h.whole)
         with clock("reward"):
-            seen = grade(self.task, whole)
+            ungraded = [whole[i] for i in self.ranks.drawn(len(whole))]
+            seen = self.ranks.everybodys(grade(self.task, ungraded))
         selection = self.algorithm.select(without_empty(seen))
         drawn = sum(h.tokens for h in now) - sum(h.tokens for h in held)
-        metrics = rollout_metrics(seen) | self.task.stats.metrics(reset=True)
-        metrics |= {
+        metrics = self._numbers(seen) | {
             "rollout/drawn_tokens": float(drawn),
             "rollout/groups": float(len(whole)),
             "rollout/held_groups": float(len(left)),

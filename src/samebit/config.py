@@ -125,6 +125,9 @@ class TrainConfig:
     """AdamW's moments: 8 bytes a parameter; 2; or 8 in pinned host memory, brought in slice by slice."""
     micro_batch_tokens: int = 4096
     """Packed tokens in one forward-backward; a group is never split, so a larger one stands alone."""
+    gradient_leaves: int = 0
+    """Leaves of the binary tree over which gradients are added, a power of two; 0: one a process. The
+    same number gives the same bits on any number of processes."""
     recompute: Literal["auto", "none", "codes", "mlp", "block"] = "auto"
     """What the backward makes again to save memory: nothing, the operands of GEMMs, gate and up too,
     all of a block but its residual sums; auto: as little as fits. Gradients keep their bits."""

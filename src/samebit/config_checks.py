@@ -84,6 +84,10 @@ _RULES: dict[str, _Rule] = {
         (lambda v: 0 <= v <= _MOST_GIB),
         f"must be between 0 and {_MOST_GIB:,} (GiB of one device; 0: 95 % of what is free)",
     ),
+    "train.gradient_leaves": (
+        (lambda v: v >= 0 and not v & (v - 1)),
+        "must be a power of two, or 0 (as many as processes)",
+    ),
     "train.profile_step": _least(0),
     "train.invariant_scale": _POSITIVE,
     "eval.every": _least(0),

@@ -8,7 +8,6 @@ changes nothing.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import time
 from collections.abc import Iterator
@@ -19,16 +18,12 @@ from typing import Any
 import torch
 
 from samebit import partial
-from samebit.bundle import pinned_checkpoints
 from samebit.canary import Canary
 from samebit.clock import Clock
-from samebit.collect import Collector, grade
+from samebit.collect import Collector
 from samebit.config import Config
-from samebit.config_dump import dump
 from samebit.engine.api import load_engine
 from samebit.errors import RunLeft, RunStopped
-from samebit.lock import FolderLock
-from samebit.log import MetricsLog, replace_file
 from samebit.models.decoder import Decoder
 from samebit.models.load import freeze, load_model, plan_for
 from samebit.models.source import fingerprint
@@ -36,20 +31,21 @@ from samebit.models.source import resolve as resolve_model
 from samebit.models.tokenizer import Tokenizer
 from samebit.partial import Held, compare_held, held_metrics
 from samebit.quant.plan import load_recipe
+from samebit.ranks import ALONE, Ranks, join
 from samebit.reporter import Reporter
 from samebit.run_checks import (
     Checks,
     available_memory,
     choose_device,
     describe_memory,
-    other_threads,
+    other_machine,
     out_of_memory,
     planned_memory,
+    require_enough_prompts,
     require_enough_steps,
-    require_same_plan,
-    require_unused,
     set_threads,
 )
+from samebit.run_folder import RunFolder, hold
 from samebit.signals import Signals, lost_steps
 from samebit.train import checkpoint
 from samebit.train.checkpoint import Progress
@@ -69,16 +65,16 @@ EVALUATION_SAMPLES = 1 << 40
 class Run:
     """Everything one run holds. Building it checks all that can be checked before any work."""
 
-    def __init__(self, config: Config, resume: bool, report: Reporter):
-        self.config, self.report = config, report
-        self.folder = Path(config.run.out)
+    def __init__(self, config: Config, resume: bool, report: Reporter, ranks: Ranks = ALONE):
+        self.config, self.report, self.ranks = config, report, ranks
+        require_enough_prompts(config, ranks.size)
         checks = Checks(config)
         self.task, self.sampling = checks.task, checks.sampling
-        if note := require_unused(self.folder, resume):
-            report.note(note)
-        self._prepare_folder()
+        self.files = RunFolder(config, resume, ranks, report)
+        self.folder = self.files.path
         set_threads(config)
-        model_folder = resolve_model(config.model)
+        with ranks.leader_first():  # others find what it fetched
+            model_folder = resolve_model(config.model)
         self.fingerprint = fingerprint(model_folder)
         device = choose_device(config)
         available = available_memory(config, device)
@@ -87,16 +83,16 @@ class Run:
         with self._within_memory("load"):
             self.model = load_model(model_folder, checks.recipe, device)
             self.model.recompute = self.memory.recompute
-            self._check_plan(resume)
+            self.files.record_plan(self.model.plan)
             scale_at_start(self.model, config)
             self.tokenizer = Tokenizer(model_folder, self.model.config)
             self.task.bind(self.tokenizer)
-            self.trainer = build_trainer(self.model, config, checks, model_folder)
+            self.trainer = build_trainer(self.model, config, checks, model_folder, ranks)
         self.engine = load_engine(config.rollout.engine)(
             self.model, config.rollout, self.tokenizer, config.seed
         )
         self.collector = Collector(
-            config, self.task, self.engine, checks.algorithm, self.sampling, report
+            config, self.task, self.engine, checks.algorithm, self.sampling, report, ranks
         )
         self.canary = Canary.of(self.model, config.run.canary, self.sampling)
         self.clock = Clock()
@@ -113,35 +109,12 @@ class Run:
         if resume:
             self._resume()
         self.watchdog = Watchdog(config, self.trainer, self.save, report.note)
-        self._record_config(resume)
-        self.metrics_log = MetricsLog(self.folder, self.progress.step, bool(self.pending))
-
-    def _prepare_folder(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        checkpoint.sweep(self.folder / "checkpoints")
-
-    def _record_config(self, resume: bool) -> None:
-        """Write config.toml once nothing can be refused any more; say what a resumed run changes."""
-        path, text = self.folder / "config.toml", dump(self.config)
         if self.finished:
-            self.report.note(
-                f"nothing to do: all {self.progress.step} steps are done (more with --steps)"
-            )
-            return
-        if resume and path.exists():
-            before = set(path.read_text(encoding="utf-8").splitlines())
-            changed = [line for line in text.splitlines() if line and line not in before]
-            if changed:
-                self.report.note(f"resumed with another configuration: {'; '.join(changed)}")
-        replace_file(path, text.encode())
-
-    def _check_plan(self, resume: bool) -> None:
-        plan = self.model.plan
-        if resume:
-            require_same_plan(self.folder, plan)
-        content = {"digest": plan.digest, "unified": plan.unified} | plan.to_dict()
-        replace_file(self.folder / "plan.json", json.dumps(content, indent=1).encode())
-        self.report.note(plan.describe())
+            done = self.progress.step
+            report.note(f"nothing to do: all {done} steps are done (more with --steps)")
+        else:
+            self.files.record_config()
+        self.files.open_log(self.progress.step, bool(self.pending))
 
     @property
     def about(self) -> dict[str, Any]:
@@ -154,7 +127,7 @@ class Run:
         }
 
     def _resume(self) -> None:
-        found = checkpoint.newest(self.folder / "checkpoints")
+        found = checkpoint.newest(self.files.checkpoints)
         if found is None:
             self.report.note("no complete checkpoint to resume from: starting at step 0")
             return
@@ -165,9 +138,10 @@ class Run:
         self.held = partial.read_held(found, about, self.task, transform)
         require_enough_steps(self.config, self.progress.step)
         self.report.note(f"resumed from {found}")
-        threads = checkpoint.extra(found, "machine").get("threads")
-        if not self.finished and (other := other_threads(threads, self.model.device)):
-            self.report.note(other)
+        machine = checkpoint.extra(found, "machine")
+        if not self.finished:
+            for note in other_machine(machine, self.model.device, self.trainer.leaves):
+                self.report.note(note)
 
     @property
     def finished(self) -> bool:
@@ -190,12 +164,12 @@ class Run:
         if self.progress.step == 0 and config.eval.every:
             with self._within_memory("evaluation"):
                 first = self.evaluate()
-            self.metrics_log.write(0, first)
+            self.files.write(0, first)
             self.report.step(0, config.train.steps, first)
         if self.pending:
             self._finish_step()
         while self.progress.step < config.train.steps:
-            self.signals.leave_if_asked()
+            self.signals.leave_if_asked(self.ranks)
             with self._within_memory():
                 self.pending = self.one_step()
             self._finish_step()
@@ -225,10 +199,10 @@ class Run:
                 with self._within_memory("evaluation"):
                     metrics = metrics | self.evaluate()
         except RunStopped:
-            self.metrics_log.write(step, metrics)
+            self.files.write(step, metrics)
             raise
         with self.signals.shield():
-            self.metrics_log.write(step, metrics)
+            self.files.write(step, metrics)
             self.pending = {}
             self.report.step(step, config.train.steps, metrics)
             if last or (config.run.save_every and step % config.run.save_every == 0):
@@ -236,19 +210,7 @@ class Run:
 
     def save(self) -> Path:
         """Write a checkpoint of the last finished step."""
-        transform = self.trainer.scorer.transform
-        saved = checkpoint.save(
-            self.folder / "checkpoints",
-            self.trainer,
-            self.progress,
-            self.config.run.keep_checkpoints,
-            self.about
-            | {"machine": {"threads": torch.get_num_threads()}}
-            | ({"pending": self.pending} if self.pending else {})
-            | ({"held": partial.about(self.held, transform)} if self.held else {}),
-            pinned_checkpoints(self.folder),
-            {partial.FOLDER: partial.tensors_of(self.held)} if self.held else {},
-        )
+        saved = self.files.save(self.trainer, self.progress, self.about, self.pending, self.held)
         self.saved_step = self.progress.step
         return saved
 
@@ -265,7 +227,7 @@ class Run:
                 self._hear_canary()
         found = self.collector.collect(self.progress, self.held, clock)
         groups, metrics = found.groups, found.metrics
-        self.metrics_log.samples(self.progress.step + 1, found.seen, self.config.run.save_samples)
+        self.files.samples(self.progress.step + 1, found.seen)
         if found.held and self.model.plan.unified:
             self._make_room()
             with clock("held"):
@@ -273,6 +235,7 @@ class Run:
                 metrics |= held_metrics(compared)
                 self.watchdog.judge_waiting(compared)
         with self.signals.shield():
+            self.signals.leave_together(self.ranks)
             if groups:
                 self._make_room()
                 with clock("train"), self._profiled(groups):
@@ -291,8 +254,8 @@ class Run:
             metrics["perf/decode_idle_share"] = self.engine.idle_share
         metrics["perf/decode_tail_share"] = self.engine.tail_share
         if groups:
-            metrics |= step_rates(self.model, self.config, groups, metrics)
-        return metrics
+            metrics |= step_rates(self.model, self.config, groups, metrics, self.ranks.size)
+        return self.ranks.leaders(metrics)
 
     def _hear_canary(self) -> None:
         """Compare both sides on fixed prompts before these weights draw anything else, where it is due."""
@@ -324,8 +287,9 @@ class Run:
             return
         with kernels_of(self.model.device) as kernels:
             yield
-        least = known_seconds(self.model, groups, self.config.rl.epochs)
-        self.report.note(write_table(self.folder, kernels, least))
+        least = known_seconds(self.model, groups, self.config.rl.epochs, self.ranks.size)
+        if self.ranks.leads:
+            self.report.note(write_table(self.folder, kernels, least))
 
     def _make_room(self) -> None:
         """Give the engine's cache back for the time of the update, on a device where it matters."""
@@ -343,14 +307,10 @@ class Run:
         sampling = dataclasses.replace(
             self.sampling, temperature=config.eval.temperature, top_p=1.0, top_k=0
         )
-        groups = self.engine.generate(
-            prompts,
-            config.eval.samples,
-            sampling,
-            EVALUATION_SAMPLES,
-            self.report.progress("evaluation"),
+        groups = self.collector.draw(
+            prompts, config.eval.samples, sampling, EVALUATION_SAMPLES, "evaluation"
         )
-        rewards = [r for g in grade(self.task, groups) for r in g.rewards if r is not None]
+        rewards = [r for g in groups for r in g.rewards if r is not None]
         self.task.stats.metrics(reset=True)
         out = {"time/eval_s": time.perf_counter() - started}
         if rewards:
@@ -361,7 +321,7 @@ class Run:
         """End workers and flush logs."""
         self.engine.close()
         self.task.close()
-        self.metrics_log.close()
+        self.files.close()
 
 
 def held_out(task: Any, limit: int) -> list[Prompt]:
@@ -376,7 +336,9 @@ def scale_at_start(model: Decoder, config: Config) -> None:
         model.refresh()
 
 
-def build_trainer(model: Decoder, config: Config, checks: Checks, folder: Path) -> Trainer:
+def build_trainer(
+    model: Decoder, config: Config, checks: Checks, folder: Path, ranks: Ranks = ALONE
+) -> Trainer:
     """The trainer with whatever else its algorithm and correction need; folder: of the first policy."""
     needs = checks.algorithm.needs | checks.correction.needs
     reference = shadow = None
@@ -384,7 +346,7 @@ def build_trainer(model: Decoder, config: Config, checks: Checks, folder: Path) 
         reference = freeze(load_model(folder, checks.recipe, model.device))
     if "shadow" in needs:
         shadow = Decoder(model.config, plan_for(load_recipe("bf16"), model.config), model.device)
-    return Trainer(model, config, checks.algorithm, checks.correction, reference, shadow)
+    return Trainer(model, config, checks.algorithm, checks.correction, reference, shadow, ranks)
 
 
 def train(config: Config, resume: bool, report: Reporter) -> None:
@@ -392,9 +354,13 @@ def train(config: Config, resume: bool, report: Reporter) -> None:
 
     RunStopped where the watchdog ended it, RunLeft where a signal did.
     """
-    with FolderLock(config.run.out):
-        run = Run(config, resume, report)
-        try:
-            run.train()
-        finally:
-            run.close()
+    ranks = join(choose_device(config))
+    try:
+        with hold(config, ranks):
+            run = Run(config, resume, report, ranks)
+            try:
+                run.train()
+            finally:
+                run.close()
+    finally:
+        ranks.close()

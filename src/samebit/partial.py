@@ -21,7 +21,7 @@ from samebit.models.weights import CheckpointReader
 from samebit.reference.sampling import Transform
 from samebit.rl.mismatch import measure
 from samebit.tasks.api import TaskBase
-from samebit.train.pack import pack_part
+from samebit.train.rollout import Share
 from samebit.train.score import Compared
 from samebit.train.step import Trainer
 from samebit.types import FinishReason, Group, Prompt, Sample
@@ -149,19 +149,22 @@ def compare_held(trainer: Trainer, held: Sequence[Held]) -> Compared:
     for group in (h.group for h in held if h.tokens):
         samples = tuple(s for s in group.samples if s.ids)
         begun.append(Group(group.prompt, samples, (None,) * len(samples)))
-    found = Compared(begun)
-    for batch in pack_part(begun, range(len(begun)), config.train.micro_batch_tokens, model.device):
-        with torch.no_grad():
-            logp, _, _ = trainer.scorer.forward(model, batch)
-        everything = torch.ones_like(batch.targets, dtype=torch.bool)
-        stale = batch.version != model.version
-        found.merge(measure(logp, batch.rollout_logp, everything, stale))
-        found.observed.append(logp)
+    found, everybodys = Compared(begun, ranks=trainer.ranks), range(len(begun))
+    budget = config.train.micro_batch_tokens
+    share = Share.pack(begun, everybodys, budget, model.device, trainer.leaves, trainer.ranks)
+    for leaf, batches in enumerate(share.leaves):
+        for batch in batches:
+            with torch.no_grad():
+                logp, _, _ = trainer.scorer.forward(model, batch)
+            everything = torch.ones_like(batch.targets, dtype=torch.bool)
+            stale = batch.version != model.version
+            found.merge(measure(logp, batch.rollout_logp, everything, stale), leaf)
+            found.observed.append(logp)
     return found
 
 
 def held_metrics(compared: Compared) -> dict[str, float]:
     """mismatch/held_*; tokens that wait through a step without an update are counted again."""
-    numbers = compared.metrics.compute()
+    numbers = compared.numbers()
     names = {n: f"mismatch/{n}" for n in _COMPARED}
     return {f"mismatch/held_{n}": numbers[key] for n, key in names.items() if key in numbers}

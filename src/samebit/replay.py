@@ -26,7 +26,8 @@ from samebit.run_checks import (
     set_threads,
 )
 from samebit.train.checkpoint import load_weights, problem_of, trainer_state
-from samebit.train.step import Rollout, Trainer
+from samebit.train.rollout import Rollout
+from samebit.train.step import Trainer
 from samebit.types import Group
 
 
@@ -191,7 +192,7 @@ def _compare(bundle: Bundle, trainer: Trainer, redrawn: int | None) -> Replay:
         differing=len(faults),
         differing_recorded=len(before),
         redrawn_equal=redrawn,
-        metrics=rollout.metrics.compute(),
+        metrics=rollout.numbers(),
         lines=tuple(lines),
         environment_changes=tuple(changes),
         older=sum(int((s.versions != version).sum()) for g in bundle.groups for s in g.samples),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ from samebit.models.tokenizer import Tokenizer
 from samebit.quant.flow import is_unified
 from samebit.quant.ops import get_ops, missing_for_cuda
 from samebit.quant.plan import Plan, load_recipe
+from samebit.ranks import world
 from samebit.rl.checks import check_pair
 from samebit.rl.registry import load_algorithm, load_correction
 from samebit.tasks.api import load_task
@@ -109,6 +111,15 @@ def require_same_plan(folder: Path, plan: Plan) -> None:
         plan.require_same(written, f"run {folder} (plan.json)")
 
 
+def require_enough_prompts(config: Config, processes: int) -> None:
+    """ValueError where a process would have no prompt to draw."""
+    if config.rl.prompts_per_step < processes:
+        raise ValueError(
+            f"rl.prompts_per_step = {config.rl.prompts_per_step} for {processes} processes: each needs a "
+            f"prompt a step; use at least {processes}"
+        )
+
+
 def require_enough_steps(config: Config, finished: int) -> None:
     """ValueError where a run has finished more steps than it is to have."""
     if finished > config.train.steps:
@@ -122,9 +133,27 @@ def choose_device(config: Config) -> torch.device:
     """run.device as a torch device, ValueError where it cannot be used; auto is the GPU or the CPU."""
     if config.run.device != "auto":
         get_ops(torch.device(config.run.device))  # refuses, before it is asked for its memory
-        return torch.device(config.run.device)
+        return _own(torch.device(config.run.device))
     missing = missing_for_cuda(torch.device("cuda"))
-    return torch.device("cuda" if missing is None else "cpu")
+    return _own(torch.device("cuda" if missing is None else "cpu"))
+
+
+def _own(device: torch.device) -> torch.device:
+    """The device of this process, of several on a machine: each takes its own GPU."""
+    _, size, local = world()
+    if size == 1 or device.type != "cuda":
+        return device
+    if device.index is not None:
+        raise ValueError(
+            f"run.device = {str(device)!r} names one GPU, and {size} processes take one each: use 'cuda'"
+        )
+    if local >= torch.cuda.device_count():
+        raise ValueError(
+            f"process {local + 1} of this machine has no GPU: there are {torch.cuda.device_count()} "
+            "(torchrun --nproc-per-node)"
+        )
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
 
 
 def set_threads(config: Config) -> None:
@@ -133,15 +162,20 @@ def set_threads(config: Config) -> None:
         torch.set_num_threads(config.run.threads)
 
 
-def other_threads(before: int | None, device: torch.device) -> str | None:
-    """What it means that a run on a CPU goes on with other threads; before: the checkpoint's, if known."""
-    now = torch.get_num_threads()
-    if before in (None, now) or device.type != "cpu":
-        return None
-    return (
-        f"resumed with {now} CPU threads after {before}: threads are part of a CPU run's numerics, so what "
-        f"follows need not be the unbroken run's bits (they are with --run.threads {before})"
-    )
+def other_machine(before: Mapping[str, Any], device: torch.device, leaves: int) -> Iterator[str]:
+    """What it means that a run goes on with other threads or leaves; before: the checkpoint's `machine`."""
+    now, threads = torch.get_num_threads(), before.get("threads")
+    if threads not in (None, now) and device.type == "cpu":
+        yield (
+            f"resumed with {now} CPU threads after {threads}: threads are part of a CPU run's numerics, so "
+            f"what follows need not be the unbroken run's bits (they are with --run.threads {threads})"
+        )
+    had = before.get("gradient_leaves", 1)
+    if had != leaves:
+        yield (
+            f"resumed with {leaves} gradient leaves after {had}: gradients add up in another order, so what "
+            f"follows is not the unbroken run's bits (it is with --train.gradient-leaves {had})"
+        )
 
 
 def available_memory(config: Config, device: torch.device) -> int | None:

@@ -18,6 +18,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from samebit.errors import RunLeft
+from samebit.ranks import ALONE, Ranks
 
 _SAID = {
     signal.SIGINT: "\nfinishing this step, then leaving with a checkpoint (again: leave now{loss})\n",
@@ -87,7 +88,13 @@ class Signals:
         if self._asked == signal.SIGTERM and not self._shields:
             raise RunLeft("left on SIGTERM", 128 + signal.SIGTERM)
 
-    def leave_if_asked(self) -> None:
-        """Called between steps: raises RunLeft when a signal has come."""
-        if self._asked is not None:
-            raise RunLeft(f"left on {signal.Signals(self._asked).name}", 128 + self._asked)
+    def leave_if_asked(self, ranks: Ranks = ALONE) -> None:
+        """Called between steps: raises RunLeft when a signal has come, to any process of the run."""
+        asked = [number for number in ranks.gather(self._asked) if number is not None]
+        if asked:
+            raise RunLeft(f"left on {signal.Signals(asked[0]).name}", 128 + asked[0])
+
+    def leave_together(self, ranks: Ranks) -> None:
+        """Before an update, which needs all processes: RunLeft where a SIGTERM has come to any of them."""
+        if ranks.size > 1 and signal.SIGTERM in ranks.gather(self._asked):
+            raise RunLeft("left on SIGTERM", 128 + signal.SIGTERM)

@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from samebit.bundle import write_bundle
+from samebit.bundle import bundle_folder, write_bundle
 from samebit.config import Config
 from samebit.diagnosis import Diagnosis, diagnose_mismatch, first_nonfinite, token_faults
 from samebit.errors import RunStopped
 from samebit.models.decoder import Decoder
+from samebit.train.rollout import Rollout
 from samebit.train.score import Compared
-from samebit.train.step import Rollout, Trainer
+from samebit.train.step import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class Watchdog:
         """Leave a bundle where a bit differs in a unified recipe; RunStopped unless only warning, once."""
         if not self.model.plan.unified or self.warned:
             return
-        found = compared.metrics.compute()
+        found = compared.numbers()
         # a token without a sampler's log-prob is counted apart (mismatch/missing_tokens)
         if found.get("mismatch/tokens_differing", 0.0) <= found.get("mismatch/missing_tokens", 0.0):
             return
@@ -74,7 +75,7 @@ class Watchdog:
 
         Skipping updates (`after_step`) would not help, and others would move weights meanwhile.
         """
-        if not self.model.plan.unified or self.warned or not compared.observed:
+        if not self.model.plan.unified or self.warned or not compared.groups:
             return
         logp = compared.trainer_logp()
         if not bool(logp.isnan().any()):
@@ -156,8 +157,11 @@ class Watchdog:
             **more,
         }
         logp, device = compared.trainer_logp().numpy(), self.model.device
+        checkpoint = self.save()
+        if not compared.ranks.leads:
+            return bundle_folder(run, self.step)
         return write_bundle(
-            run, self.step, self.config, compared.groups, logp, self.save(), device, about
+            run, self.step, self.config, compared.groups, logp, checkpoint, device, about
         )
 
     def _stop(self, diagnosis: Diagnosis, bundle: Path, reason: str) -> RunStopped:

@@ -101,7 +101,6 @@ def test_absurd_gaps_are_huge_numbers_and_masked_slots_nothing():
     seed=st.integers(0, 20),
 )
 def test_merging_any_split_equals_the_whole(cuts, seed):
-    """Also through the two vectors that ranks reduce."""
     generator = torch.Generator().manual_seed(seed)
     trainer_T = torch.randn(12, generator=generator)
     rollout_T = trainer_T + 0.3 * torch.randn(12, generator=generator)
@@ -114,11 +113,8 @@ def test_merging_any_split_equals_the_whole(cuts, seed):
     merged = Metrics()
     for part in parts:
         merged = merged.merge(part)
-    packed = [part.pack() for part in parts]
-    added = torch.stack([a for a, _ in packed]).sum(0)
-    largest = torch.stack([b for _, b in packed]).amax(0)
-    for result in (merged, parts[0].unpack(added, largest)):
-        assert result.compute() == pytest.approx(whole.compute(), rel=1e-9, abs=1e-12)
+    assert merged.on_host().compute() == merged.compute()
+    assert merged.compute() == pytest.approx(whole.compute(), rel=1e-9, abs=1e-12)
 
 
 def test_entries_refuse_to_change_kind():

@@ -102,13 +102,14 @@ class Arm:
         self.model, self.layers = model, model.layers
         algorithm, correction = load_algorithm("grpo", {}), load_correction("none", {})
         self.trainer = Trainer(model, config, algorithm, correction)
-        self.batches = self.trainer._pack(groups, range(len(groups)))
+        share = self.trainer._pack(groups, range(len(groups)))
+        self.batches = share.batches
         assert len(self.batches) == 1, "one pack"
-        self.rollout = self.trainer._prepare(groups, self.batches)
+        self.rollout = self.trainer._prepare(groups, share)
         generator = torch.Generator("cuda").manual_seed(1)
         advantage = self.rollout.advantages.advantage_T
         advantage.normal_(0.0, 1.0, generator=generator)
-        self.normaliser = self.rollout.normaliser(self.batches, config.rollout.max_tokens)
+        self.normaliser = self.rollout.normaliser(share.part, config.rollout.max_tokens)
         assert self.batches[0].drawn_at == model.version, "drawn under the present weights"
         self.rollout.scores.old = self.batches[0].rollout_logp
         self._drawn: dict[int, Tensor] = {}
@@ -117,7 +118,7 @@ class Arm:
         """One micro-batch through the first `layers` blocks, on policy: the sampler agrees."""
         self.model.layers = self.layers[:layers]
         if layers not in self._drawn:
-            self._drawn[layers] = self.trainer.scorer.log_probs(self.model, self.batches)
+            (self._drawn[layers],) = self.trainer.scorer.log_probs(self.model, self.batches)
         self.batches[0].rollout_logp.copy_(self._drawn[layers])
         self.trainer.micro_batch(self.rollout, self.batches[0], self.normaliser)
         self.rollout.observed.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -40,21 +41,34 @@ def run(args: Sequence[str]) -> int:
     (path,) = expect(found, ["FILE"], USAGE)
     config = load(path, found.overrides)
     origin = origin_of(path, found.overrides)
+    leads = _first_of_the_processes()
     validate(config, origin)  # the loop repeats its warnings
     check_model(config, origin)
-    check_place(config, origin)
+    if leads:
+        check_place(config, origin)
     with model_of(origin.of("model")):
         if found.flag("dry-run"):
             return _say_what_would_run(config, found.flag("resume"))
         from samebit.loop import train
 
-        reporter = Reporter(quiet=found.flag("quiet"))
+        reporter = Reporter(quiet=found.flag("quiet") or not leads)
         try:
             train(config, found.flag("resume"), reporter)
         finally:
             reporter.close()
-    _conclude(config.run.out)
+    if leads:
+        _conclude(config.run.out)
     return 0
+
+
+def _first_of_the_processes() -> bool:
+    """Whether this is the process that speaks; of others only errors are shown."""
+    from samebit.ranks import world
+
+    rank, _, _ = world()
+    if rank:
+        logging.getLogger("samebit").setLevel(logging.ERROR)
+    return rank == 0
 
 
 def _say_what_would_run(config: Config, resume: bool) -> int:

@@ -68,25 +68,9 @@ class Metrics(dict[str, Entry]):
             merged[key] = Entry(mine.kind, _MERGES[mine.kind](mine.values, entry.values))
         return merged
 
-    def pack(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """(to be summed over ranks, to be maximised over ranks), FP64, in sorted key order."""
-        added = [e.values.to(device) for _, e in sorted(self.items()) if e.kind != "max"]
-        largest = [e.values.to(device) for _, e in sorted(self.items()) if e.kind == "max"]
-        empty = torch.zeros(0, dtype=torch.float64, device=device)
-        return (
-            torch.cat(added) if added else empty,
-            torch.cat(largest) if largest else empty,
-        )
-
-    def unpack(self, added: Tensor, largest: Tensor) -> Metrics:
-        """The same keys with the values of reduced `pack` vectors."""
-        result, positions = Metrics(), {"sum": 0, "max": 0}
-        for key, entry in sorted(self.items()):
-            lane = "max" if entry.kind == "max" else "sum"
-            source, start = (largest if lane == "max" else added), positions[lane]
-            positions[lane] = start + entry.values.numel()
-            result[key] = Entry(entry.kind, source[start : positions[lane]])
-        return result
+    def on_host(self) -> Metrics:
+        """The same, in main memory."""
+        return Metrics({key: Entry(e.kind, e.values.cpu()) for key, e in self.items()})
 
     def compute(self) -> dict[str, float]:
         """The numbers to log. A mean or maximum over no token is absent, not 0 and not NaN."""

@@ -62,7 +62,7 @@ def training_flops(model: ModelConfig, groups: Sequence[Group]) -> float:
 
 
 def training_rates(
-    model: Decoder, groups: Sequence[Group], epochs: int, seconds: float
+    model: Decoder, groups: Sequence[Group], epochs: int, seconds: float, cards: int = 1
 ) -> dict[str, float]:
     """perf/ numbers of an update that took `seconds`: tokens and FLOPs a second, MFU, memory's peak."""
     seconds = max(1e-9, seconds)
@@ -74,6 +74,6 @@ def training_rates(
     if model.device.type == "cuda":
         peak = peak_of(torch.cuda.get_device_name(model.device))
         if peak is not None:
-            out["perf/mfu"] = flops / peak
+            out["perf/mfu"] = flops / (peak * cards)
         out["perf/train_memory_gib"] = torch.cuda.max_memory_allocated(model.device) / (1 << 30)
     return out

@@ -33,6 +33,10 @@ class Card:
     bf16: float
     memory: float
 
+    def times(self, count: int) -> Card:
+        """So many of them together."""
+        return Card(self.bf16 * count, self.memory * count)
+
     def products(self, precision: Precision) -> float:
         """Operations a second of products of a format."""
         return self.bf16 * (2.0 if get_format(precision.format).bytes == 1 else 1.0)
@@ -126,15 +130,17 @@ def roofline_shares(
     config: Config,
     groups: Sequence[Group],
     seconds: Mapping[str, float],
+    cards: int = 1,
 ) -> dict[str, float]:
     """perf/roofline_* of a step whose `time/` metrics are `seconds`: least time over time taken.
 
-    No rollout's where the step drew parts of samples: `groups` were not drawn in its time.
+    cards: among which the groups were divided; each makes the optimiser's step. No rollout's where the
+    step drew parts of samples: `groups` were not drawn in its time.
     """
     rl = config.rl
-    update = sum(update_seconds(card, model, plan, groups).values()) * rl.epochs
+    update = sum(update_seconds(card.times(cards), model, plan, groups).values()) * rl.epochs
     optimizer = optimizer_seconds(card, model, plan, config.train.optimizer_states)
-    rollout = rollout_seconds(card, model, plan, groups, config.rollout.max_batch)
+    rollout = rollout_seconds(card.times(cards), model, plan, groups, config.rollout.max_batch)
     taken = {
         "rollout": (rollout, ("rollout",)),
         "update": (update, ("forward", "backward")),
@@ -153,21 +159,30 @@ def card_under(device: torch.device) -> Card | None:
     return card_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
-def known_seconds(model: Decoder, groups: Sequence[Group], epochs: int) -> dict[str, float]:
+def known_seconds(
+    model: Decoder, groups: Sequence[Group], epochs: int, cards: int = 1
+) -> dict[str, float]:
     """Least seconds of an update by family of kernels; empty where no peaks are stated."""
     card = card_under(model.device)
     if card is None:
         return {}
-    least = update_seconds(card, model.config, model.plan, groups)
+    least = update_seconds(card.times(cards), model.config, model.plan, groups)
     return {family: epochs * seconds for family, seconds in least.items()}
 
 
 def step_rates(
-    model: Decoder, config: Config, groups: Sequence[Group], seconds: Mapping[str, float]
+    model: Decoder,
+    config: Config,
+    groups: Sequence[Group],
+    seconds: Mapping[str, float],
+    cards: int = 1,
 ) -> dict[str, float]:
-    """perf/ numbers of a step whose `time/` metrics are `seconds`: rates, MFU, memory, rooflines."""
-    out = training_rates(model, groups, config.rl.epochs, seconds["time/train_s"])
+    """perf/ numbers of a step whose `time/` metrics are `seconds`: rates, MFU, memory, rooflines.
+
+    cards: among which the groups were divided.
+    """
+    out = training_rates(model, groups, config.rl.epochs, seconds["time/train_s"], cards)
     card = card_under(model.device)
     if card is not None:
-        out |= roofline_shares(card, model.config, model.plan, config, groups, seconds)
+        out |= roofline_shares(card, model.config, model.plan, config, groups, seconds, cards)
     return out

@@ -10,6 +10,7 @@ from torch import nn
 
 from samebit.layers.functional import gather_rows
 from samebit.models.decoder import Decoder
+from samebit.ranks import ALONE, Ranks
 from samebit.reference.sampling import Transform
 from samebit.rl.metrics import Metrics
 from samebit.train.pack import PackedBatch
@@ -34,20 +35,36 @@ class Scores:
 
 
 class Compared:
-    """Groups whose log-probs by the trainer are compared with the sampler's."""
+    """Everybody's groups, whose log-probs by the trainer are compared with the sampler's.
 
-    def __init__(self, groups: Sequence[Group], metrics: Metrics | None = None):
-        self.groups, self.metrics = groups, metrics or Metrics()
+    Metrics are kept leaf by leaf, and added in the leaves' order: the same bits on any number of processes.
+    """
+
+    def __init__(
+        self, groups: Sequence[Group], metrics: Metrics | None = None, ranks: Ranks = ALONE
+    ):
+        self.groups, self.ranks = groups, ranks
         self.observed: list[torch.Tensor] = []
-        """Log-probs of the forwards that were compared with the sampler's, batch by batch."""
+        """Log-probs of this process's forwards that were compared with the sampler's, batch by batch."""
+        self._leaves = [metrics or Metrics()]
 
     def trainer_logp(self) -> torch.Tensor:
-        """FP32 [completion tokens] on the CPU, in rollout order."""
-        return torch.cat(self.observed).cpu()
+        """FP32 [completion tokens] on the CPU, in rollout order, everybody's. All processes ask, or none."""
+        return self.ranks.cat(self.observed, torch.device("cpu"))
 
-    def merge(self, found: Metrics) -> None:
-        """Add a micro-batch's metrics."""
-        self.metrics = self.metrics.merge(found)
+    def merge(self, found: Metrics, leaf: int = 0) -> None:
+        """Add the metrics of a micro-batch of this process's leaf `leaf`."""
+        while len(self._leaves) <= leaf:
+            self._leaves.append(Metrics())
+        self._leaves[leaf] = self._leaves[leaf].merge(found)
+
+    def numbers(self) -> dict[str, float]:
+        """Everybody's metrics so far. All processes ask, or none."""
+        mine = self._leaves if self.ranks.size == 1 else [m.on_host() for m in self._leaves]
+        total = Metrics()
+        for leaf in (leaf for leaves in self.ranks.gather(mine) for leaf in leaves):
+            total = total.merge(leaf)
+        return total.compute()
 
 
 class Scorer:
@@ -87,11 +104,11 @@ class Scorer:
         """`forward` of every batch without gradient."""
         return [self.forward(model, batch) for batch in batches]
 
-    def log_probs(self, model: Decoder, batches: Sequence[PackedBatch]) -> torch.Tensor:
-        """Log-probs of every token of `batches`, FP32, without gradient."""
-        return torch.cat([logp for logp, _, _ in self.score(model, batches)])
+    def log_probs(self, model: Decoder, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+        """Log-probs of the tokens of each of `batches`, FP32, without gradient."""
+        return [logp for logp, _, _ in self.score(model, batches)]
 
-    def shadow_log_probs(self, batches: Sequence[PackedBatch]) -> torch.Tensor:
+    def shadow_log_probs(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
         """The present masters, which the shadow shares, run in BF16."""
         assert self.shadow is not None
         self.shadow.refresh()

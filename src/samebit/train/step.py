@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,11 +13,12 @@ from torch import nn
 from samebit.config import Config
 from samebit.models.decoder import Decoder
 from samebit.models.load import share_masters
+from samebit.ranks import ALONE, Ranks
 from samebit.reference.sampling import Transform
 from samebit.rl.advantage import outcomes
 from samebit.rl.api import Advantages, Algorithm, Correction, Normaliser, TokenBatch
-from samebit.rl.metrics import Metrics
 from samebit.rl.mismatch import measure
+from samebit.train.leaves import GradientTree, leaves_of
 from samebit.train.optim import (
     build_optimizer,
     clip_gradients,
@@ -35,50 +35,10 @@ from samebit.train.quant_metrics import (
     activation_shares,
     observe_activations,
 )
-from samebit.train.score import Compared, Outputs, Scorer, Scores
+from samebit.train.rollout import Rollout, Share
+from samebit.train.score import Outputs, Scorer, Scores
 from samebit.train.timing import PartTimer
 from samebit.types import Group
-
-
-class Rollout(Compared):
-    """One step's groups with everything known about them before the first update."""
-
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        scores: Scores,
-        advantages: Advantages,
-        device: torch.device | str = "cpu",
-    ):
-        super().__init__(groups, Metrics(advantages.metrics))
-        self.scores = scores
-        self.included: list[bool] = advantages.include_B.tolist()
-        """Of each sequence, whether it has a verdict."""
-        return_T = advantages.return_T
-        self.advantages = replace(
-            advantages,
-            advantage_T=advantages.advantage_T.to(device),
-            include_B=advantages.include_B.to(device),
-            return_T=None if return_T is None else return_T.to(device),
-        )
-        """On the device: micro-batches cut their tokens out of them."""
-
-    def mask(self, batch: PackedBatch) -> torch.Tensor:
-        """Bool [C]: tokens of sequences with a verdict."""
-        return self.advantages.include_B[batch.sequence]
-
-    def normaliser(self, batches: list[PackedBatch], limit: int) -> Normaliser:
-        """What the losses of these micro-batches together divide by, counted on the host."""
-        samples = [s for g in self.groups for s in g.samples]
-        members = range(
-            batches[0].first_sequence, batches[-1].first_sequence + batches[-1].num_sequences
-        )
-        kept = [i for i in members if self.included[i]]
-        return Normaliser(
-            num_tokens=sum(len(samples[i].ids) for i in kept),
-            num_sequences=len(kept),
-            max_length=limit,
-        )
 
 
 class Trainer:
@@ -86,6 +46,7 @@ class Trainer:
 
     reference: the frozen first policy (KL). shadow: a decoder of the same shape under the BF16 plan
     (calibrated clipping); it is made to share the policy's masters. None where nothing needs them.
+    ranks: the run's processes, each with a trainer that is given the same groups.
     """
 
     def __init__(
@@ -96,8 +57,10 @@ class Trainer:
         correction: Correction,
         reference: Decoder | None = None,
         shadow: Decoder | None = None,
+        ranks: Ranks = ALONE,
     ):
-        self.model, self.config = model, config
+        self.model, self.config, self.ranks = model, config, ranks
+        self.leaves = leaves_of(config.train.gradient_leaves, ranks.size)
         self.algorithm, self.correction = algorithm, correction
         self.needs = algorithm.needs | correction.needs
         if config.train.recompute != "auto":  # else whoever planned the memory has set it
@@ -154,51 +117,63 @@ class Trainer:
         parts = self._mini_batches(len(groups)) * self.config.rl.epochs
         numbers: dict[str, float] = {}
         for index, part in enumerate(parts):
-            batches = whole if len(part) == len(groups) else self._pack(groups, part)
-            self._prepare_correction(rollout, batches, last=index == len(parts) - 1)
-            numbers |= self._update(rollout, batches, observe=index == 0)
-        if self.correction.moves_bounds:
+            share = whole if len(part) == len(groups) else self._pack(groups, part)
+            self._prepare_correction(rollout, share, last=index == len(parts) - 1)
+            numbers |= self._update(rollout, share, observe=index == 0)
+        if self.correction.moves_bounds and self.ranks.leads:
             rollout.merge(self.correction.bound_metrics(*self.algorithm.clip_bounds))
         self.steps += 1
         self.updates += self.updates_per_step - len(parts)  # fewer groups than mini-batches
         numbers["train/skipped_steps"] = float(self.skipped)
-        return rollout.metrics.compute() | numbers | probe.measure() | timer.seconds()
+        self._require_same_weights()
+        return rollout.numbers() | numbers | probe.measure() | timer.seconds()
+
+    def _require_same_weights(self) -> None:
+        """RuntimeError where the processes' masters differ: their bits as whole numbers, added up exactly."""
+        if self.ranks.size > 1:
+            masters = [p.detach().view(torch.int32) for p in self.parameters().values()]
+            sums = torch.stack([bits.sum(dtype=torch.int64) for bits in masters])
+            self.ranks.require_same("the sum of each weight's bits", sums.tolist())
 
     def pass_over(self) -> None:
         """A step without a group to train on: only the schedule goes on."""
         self.updates += self.updates_per_step
 
-    def _pack(self, groups: Sequence[Group], part: range) -> list[PackedBatch]:
-        """Micro-batches with everything on the device, so that no forward waits for a copy."""
-        budget = self.config.train.micro_batch_tokens
-        batches = pack_part(groups, part, budget, self.model.device)
-        for batch in batches:
+    def _pack(self, groups: Sequence[Group], part: range) -> Share:
+        """This process's micro-batches, with everything on the device, so that no forward waits for a copy."""
+        budget, device = self.config.train.micro_batch_tokens, self.model.device
+        share = Share.pack(groups, part, budget, device, self.leaves, self.ranks)
+        for batch in share.batches:
             self.model.ops.prepare_packed(batch.layout)
-        return batches
+        return share
 
     def _mini_batches(self, groups: int) -> list[range]:
         parts = self.config.rl.mini_batches
         edges = [round(i * groups / parts) for i in range(parts + 1)]
         return [range(a, b) for a, b in pairwise(edges) if b > a]
 
-    def _prepare(self, groups: Sequence[Group], batches: list[PackedBatch]) -> Rollout:
-        """Scores before the first update, and the advantages."""
-        scores, measured = self._scores(batches), Metrics()
-        observed: list[torch.Tensor] = []
+    def _prepare(self, groups: Sequence[Group], share: Share) -> Rollout:
+        """Scores before the first update, and the advantages: everybody's."""
+        scores = self._scores(share)
+        outputs: list[list[Outputs]] = []
         if self._scores_first:
-            outputs = self.scorer.score(self.model, batches)
-            if self.updates_per_step > 1:
-                for (logp, _, _), batch in zip(outputs, batches, strict=True):
-                    measured = measured.merge(self._mismatch(logp, batch))
-                    observed.append(logp.detach())
-            scored = torch.cat([logp for logp, _, _ in outputs])
+            outputs = [self.scorer.score(self.model, leaf) for leaf in share.leaves]
+            each = [output for leaf in outputs for output in leaf]
+            scored = self._everybodys([logp for logp, _, _ in each])
             scores.old = scored if scores.old is None else _without_gaps(scores.old, scored)
             if self.value is not None:
-                scores.value = torch.cat([v for _, _, v in outputs if v is not None])
-        rollout = Rollout(groups, scores, self._advantages(groups, scores), self.model.device)
-        rollout.merge(measured)
-        rollout.observed = observed
+                scores.value = self._everybodys([v for _, _, v in each if v is not None])
+        advantages = self._advantages(groups, scores)
+        rollout = Rollout(groups, scores, advantages, self.model.device, self.ranks)
+        if self.updates_per_step > 1:
+            for leaf, (found, batches) in enumerate(zip(outputs, share.leaves, strict=True)):
+                for (logp, _, _), batch in zip(found, batches, strict=True):
+                    self._compare(rollout, logp, batch, leaf)
         return rollout
+
+    def _everybodys(self, mine: Sequence[torch.Tensor]) -> torch.Tensor:
+        """FP32 of all completion tokens of an update, from each process's own."""
+        return self.ranks.cat(mine, self.model.device)
 
     @property
     def _old_is_rollout(self) -> bool:
@@ -213,21 +188,25 @@ class Trainer:
         )
         return self.updates_per_step > 1 or self.value is not None or needs_old
 
-    def _scores(self, batches: list[PackedBatch]) -> Scores:
-        scores = Scores()
+    def _scores(self, share: Share) -> Scores:
+        scores, batches = Scores(), share.batches
         if self._old_is_rollout:
-            scores.old = torch.cat([b.rollout_logp for b in batches])
+            scores.old = self._everybodys([b.rollout_logp for b in batches])
         if self.scorer.reference is not None:
-            scores.reference = self.scorer.log_probs(self.scorer.reference, batches)
+            found = self.scorer.log_probs(self.scorer.reference, batches)
+            scores.reference = self._everybodys(found)
         every = self.correction.shadow_every
         if self.scorer.shadow is not None and every and self.steps % every == 0:
-            scores.shadow_old = self.scorer.shadow_log_probs(batches)
+            scores.shadow_old = self._everybodys(self.scorer.shadow_log_probs(batches))
         return scores
 
-    def _mismatch(self, logp: torch.Tensor, batch: PackedBatch) -> Metrics:
+    def _compare(self, rollout: Rollout, logp: torch.Tensor, batch: PackedBatch, leaf: int) -> None:
+        """Measure the mismatch of a micro-batch."""
         everything = torch.ones_like(batch.targets, dtype=torch.bool)
         stale = batch.version != self.model.version
-        return measure(logp.detach(), batch.rollout_logp, everything, stale, self.correction.cap)
+        logp, cap = logp.detach(), self.correction.cap
+        rollout.merge(measure(logp, batch.rollout_logp, everything, stale, cap), leaf)
+        rollout.observed.append(logp)
 
     def _advantages(self, groups: Sequence[Group], scores: Scores) -> Advantages:
         rewards = [r for g in groups for r in g.rewards]
@@ -240,26 +219,28 @@ class Trainer:
         limit = self.config.rollout.max_tokens
         return self.algorithm.advantages(outcomes(rewards, group_ids, lengths, limit, value, ratio))
 
-    def _prepare_correction(self, rollout: Rollout, batches: list[PackedBatch], last: bool) -> None:
+    def _prepare_correction(self, rollout: Rollout, share: Share, last: bool) -> None:
         """Give the correction all tokens of the coming update, with shadows where it calibrates."""
         if not self.correction.prepares:
             return
         calibrates = last and rollout.scores.shadow_old is not None
-        logp = shadow = None
+        whole = self._pack_whole(rollout, share)
+        assert rollout.scores.old is not None or calibrates
         if calibrates:
-            logp = self.scorer.log_probs(self.model, batches)
-            shadow = self.scorer.shadow_log_probs(batches)
-        tokens = slice(batches[0].first_token, batches[-1].tokens.stop)
-        if logp is None:
+            logp = self._everybodys(self.scorer.log_probs(self.model, share.batches))
+            shadow = self._everybodys(self.scorer.shadow_log_probs(share.batches))
+        else:
             assert rollout.scores.old is not None
-            logp = rollout.scores.old[tokens]
-        whole = self._pack_whole(batches)
+            logp, shadow = rollout.scores.old[whole.tokens], None
         batch = self._token_batch(rollout, whole, (logp, torch.zeros_like(logp), None), shadow)
         self.correction = self.correction.prepare(batch, *self.algorithm.clip_bounds)
 
-    @staticmethod
-    def _pack_whole(batches: list[PackedBatch]) -> PackedBatch:
-        """The token side of several packs as one (its rows are not to be fed)."""
+    def _pack_whole(self, rollout: Rollout, share: Share) -> PackedBatch:
+        """The token side of everybody's packs as one (its rows are not to be fed)."""
+        batches = share.batches
+        if self.ranks.size > 1:
+            budget = self.config.train.micro_batch_tokens
+            batches = pack_part(rollout.groups, share.part, budget, self.model.device)
         first = batches[0]
         joined: dict[str, Any] = {
             name: torch.cat([getattr(b, name) for b in batches])
@@ -307,34 +288,37 @@ class Trainer:
             return_T=pick(rollout.advantages.return_T),
         )
 
-    def _update(
-        self, rollout: Rollout, batches: list[PackedBatch], observe: bool
-    ) -> dict[str, float]:
+    def _update(self, rollout: Rollout, share: Share, observe: bool) -> dict[str, float]:
         """One optimiser step; merges metrics into the rollout's, returns the plain numbers."""
-        normaliser = rollout.normaliser(batches, self.config.rollout.max_tokens)
+        normaliser = rollout.normaliser(share.part, self.config.rollout.max_tokens)
         observed: Observed = {}
-        for index, batch in enumerate(batches):
-            remove = observe_activations(self.model, observed) if observe and not index else None
-            self.micro_batch(rollout, batch, normaliser)
-            if remove is not None:
-                remove()
+        remove = observe_activations(self.model, observed) if observe else _nothing
+        tree = GradientTree(list(self.parameters().values()))
+        for leaf, batches in enumerate(share.leaves):
+            for batch in batches:
+                self.micro_batch(rollout, batch, normaliser, leaf)
+                remove()  # the first is enough
+            tree.end_leaf(last=leaf == len(share.leaves) - 1)
+        remove()
         if observe and self.before_update is not None:
             self._look_before(rollout, self.before_update)
         with self._timer("optimizer"):
+            tree.add_others(self.ranks)
             numbers = self._optimise()
         return numbers | activation_shares(observed)
 
-    def micro_batch(self, rollout: Rollout, batch: PackedBatch, normaliser: Normaliser) -> None:
+    def micro_batch(
+        self, rollout: Rollout, batch: PackedBatch, normaliser: Normaliser, leaf: int = 0
+    ) -> None:
         """Forward, loss and backward of one pack; gradients add up, metrics go to the rollout's."""
         with self._timer("forward"):
             planned = self._planned(rollout, batch, normaliser)
             outputs = self.scorer.forward(self.model, batch, planned)
             if self.updates_per_step == 1:
-                rollout.merge(self._mismatch(outputs[0], batch))
-                rollout.observed.append(outputs[0].detach())
+                self._compare(rollout, outputs[0], batch, leaf)
             tokens = self._token_batch(rollout, batch, outputs)
             loss, found = self.algorithm.loss(tokens, normaliser, self.correction)
-            rollout.merge(found)
+            rollout.merge(found, leaf)
         with self._timer("backward"):
             loss.backward()
 
@@ -388,6 +372,10 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.model.refresh()
         return {"train/grad_norm": norm, "train/learning_rate": rate}
+
+
+def _nothing() -> None:
+    pass
 
 
 def _without_gaps(old: torch.Tensor, own: torch.Tensor) -> torch.Tensor:

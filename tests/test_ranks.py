@@ -1,0 +1,301 @@
+"""Runs of several processes: the bits of one process with the same gradient leaves; how they end together."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from samebit.cli import main
+from samebit.log import Reporter
+from samebit.loop import Run
+from samebit.ranks import world
+from samebit.replay import replay
+from samebit.train import checkpoint
+from samebit.train.leaves import GradientTree, leaves_of, split_leaves
+from samebit.types import Group, Prompt
+from tests import runs
+
+COMMAND = "from samebit.cli import main; raise SystemExit(main({arguments!r}))"
+WAIT_S = 120
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.make(tmp_path_factory.mktemp("ranks"))
+
+
+def options(settings: dict[str, str]) -> list[str]:
+    return [part for key, value in settings.items() for part in (f"--{key}", value)]
+
+
+def train(file: Path, out: Path, size: int, settings: dict[str, str], *more: str) -> list[str]:
+    """A run by the command line; what each process said on stderr."""
+    arguments = ["train", str(file), "--out", str(out), *options(settings), *more]
+    processes = runs.start_ranks(COMMAND.format(arguments=arguments), size)
+    said = [p.communicate(timeout=WAIT_S)[1] for p in processes]
+    assert [p.returncode for p in processes] == [0] * size, said
+    return said
+
+
+def alone(
+    file: Path, out: Path, leaves: int, settings: dict[str, str], resume: bool = False
+) -> None:
+    """The same run in this process."""
+    more = settings | {"train.gradient_leaves": str(leaves)}
+    run = Run(runs.config(file, out, *more.items()), resume, Reporter(quiet=True))
+    run.train()
+    run.close()
+
+
+def weights(out: Path) -> bytes:
+    found = checkpoint.newest(out / "checkpoints")
+    assert found is not None
+    return b"".join(p.read_bytes() for p in sorted(found.rglob("*.safetensors")))
+
+
+FOUR = {"rl.prompts_per_step": "4"}
+KINDS = {
+    "fp8": FOUR,
+    "parts": FOUR | {"rollout.max_tokens": "9", "rollout.partial_tokens": "4", "train.steps": "6"},
+    "mini-batches, int8": FOUR | {"recipe": "int8", "rl.mini_batches": "2", "rl.epochs": "2"},
+    "ppo, 8 bit": FOUR | {"rl.algorithm": "ppo", "train.optimizer_states": "8bit"},
+    "mixed, adaptive": FOUR
+    | {"recipe": "fp8-rollout", "rl.mini_batches": "2", "rl.correction.name": "adaptive"},
+    "dapo, uneven": {"rl.algorithm": "dapo", "rl.prompts_per_step": "3"},
+    "kl, small packs": FOUR | {"rl.kl_coefficient": "0.1", "train.micro_batch_tokens": "16"},
+}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_two_processes_give_the_bits_of_one_with_two_leaves(file: Path, tmp_path: Path, kind: str):
+    train(file, tmp_path / "two", 2, KINDS[kind])
+    alone(file, tmp_path / "one", 2, KINDS[kind])
+    assert runs.metrics(tmp_path / "two") == runs.metrics(tmp_path / "one")
+    assert runs.samples(tmp_path / "two") == runs.samples(tmp_path / "one")
+    assert weights(tmp_path / "two") == weights(tmp_path / "one")
+
+
+def test_four_processes_and_four_leaves_on_two(file: Path, tmp_path: Path):
+    train(file, tmp_path / "four", 4, FOUR)
+    train(file, tmp_path / "two", 2, FOUR | {"train.gradient_leaves": "4"})
+    alone(file, tmp_path / "one", 4, FOUR)
+    for name in ("four", "two"):
+        assert runs.metrics(tmp_path / name) == runs.metrics(tmp_path / "one")
+        assert weights(tmp_path / name) == weights(tmp_path / "one")
+
+
+def test_other_leaves_are_another_sum(file: Path, tmp_path: Path):
+    alone(file, tmp_path / "one", 1, FOUR)
+    alone(file, tmp_path / "two", 2, FOUR)
+    assert weights(tmp_path / "one") != weights(tmp_path / "two")
+    first = [runs.metrics(tmp_path / name)[1] for name in ("one", "two")]
+    drawn = [{k: v for k, v in m.items() if k.startswith(("rollout/", "reward/m"))} for m in first]
+    assert drawn[0] == drawn[1]
+
+
+def test_a_run_goes_on_with_another_number_of_processes(file: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    train(file, out, 2, FOUR | {"train.steps": "2"})
+    alone(file, out, 2, FOUR | {"train.steps": "3"}, resume=True)
+    said = train(file, out, 2, FOUR | {"train.steps": "4"}, "--resume")
+    assert "gradient leaves" not in said[0]
+    alone(file, tmp_path / "whole", 2, FOUR)
+    # the last step of each part was evaluated
+    rows = [runs.metrics(path) for path in (out, tmp_path / "whole")]
+    assert rows[0][3].pop("reward/eval_mean") is not None
+    assert rows[0] == rows[1]
+    assert weights(out) == weights(tmp_path / "whole")
+    said = train(
+        file, out, 2, FOUR | {"train.steps": "5", "train.gradient_leaves": "4"}, "--resume"
+    )
+    assert "4 gradient leaves after 2" in said[0]
+    assert said[1] == ""
+
+
+def started(
+    file: Path, out: Path, size: int, code: str = "", **settings: str
+) -> list[subprocess.Popen[str]]:
+    """Processes of a long run, after its first step."""
+    more = FOUR | {"train.steps": "500", "eval.every": "0"} | settings
+    arguments = ["train", str(file), "--out", str(out), *options(more)]
+    processes = runs.start_ranks(code + COMMAND.format(arguments=arguments), size)
+    end = time.monotonic() + WAIT_S
+    while not (out / "checkpoints" / "step_000001").exists():
+        assert time.monotonic() < end, [p.poll() for p in processes]
+        time.sleep(0.05)
+    return processes
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["term", "int"]
+)
+@pytest.mark.parametrize("to", ["all", "one"])
+def test_processes_leave_together_with_a_checkpoint(
+    file: Path, tmp_path: Path, number: signal.Signals, code: int, to: str
+):
+    processes = started(file, tmp_path / "out", 2)
+    for process in processes if to == "all" else processes[1:]:
+        process.send_signal(number)
+    said = [p.communicate(timeout=WAIT_S)[1] for p in processes]
+    codes = [p.returncode for p in processes]
+    # who did not hear of it learns that the other has gone, or is told between steps
+    assert codes[1] == code and codes[0] in (code, 1), said
+    steps = runs.metrics(tmp_path / "out")[-1]["step"]
+    found = checkpoint.newest(tmp_path / "out" / "checkpoints")
+    assert found is not None and found.name == f"step_{int(steps):06d}"
+    train(file, tmp_path / "out", 2, FOUR | {"train.steps": str(int(steps) + 1)}, "--resume")
+
+
+def test_who_is_left_ends_when_another_is_killed(file: Path, tmp_path: Path):
+    processes = started(file, tmp_path / "out", 2)
+    processes[1].kill()
+    _, said = processes[0].communicate(timeout=WAIT_S)
+    assert processes[0].returncode == 1
+    assert "another process of this run ended" in said
+    assert "holds step" in said
+
+
+FLIP = """
+import numpy as np
+from samebit.engine.native import Engine
+whole = Engine.advance
+def advance(self, groups, *more, **named):
+    found = whole(self, groups, *more, **named)
+    last = found[-1].samples[-1].logps
+    if groups[-1].samples[-1].sample_id == 3:  # drawn by the second process, trained on by the first
+        last.view(np.int32)[0] ^= 1
+    return found
+Engine.advance = advance
+"""
+
+
+def test_a_bit_that_differs_at_another_process_stops_all_and_is_replayed(
+    file: Path, tmp_path: Path
+):
+    arguments = ["train", str(file), "--out", str(tmp_path / "out"), *options(FOUR)]
+    processes = runs.start_ranks(FLIP + COMMAND.format(arguments=arguments), 2)
+    said = [p.communicate(timeout=WAIT_S)[1] for p in processes]
+    assert [p.returncode for p in processes] == [3, 3], said
+    assert "mismatch is not 0" in said[0]
+    found = replay(tmp_path / "out" / "repro" / "step_000001")
+    assert found.differing_recorded == 1
+    assert found.trainer_repeats == found.tokens
+
+
+APART = """
+import os
+import torch
+from samebit.models.decoder import Decoder
+whole = Decoder.refresh
+def refresh(self):
+    here = os.environ["RANK"] == "1" and self.version == 2
+    with torch.no_grad():
+        if here and {masters}:
+            self.head.view(-1)[0] *= 1.5
+        whole(self)
+        if here and not {masters}:
+            _, linear = next(iter(self.linears()))
+            linear.weights["rollout"].codes.view(torch.uint8).view(-1)[:64] ^= 64
+Decoder.refresh = refresh
+"""
+
+
+@pytest.mark.parametrize(
+    ("masters", "code", "text"),
+    [(True, 1, "have come apart"), (False, 3, "mismatch is not 0")],
+    ids=["masters", "codes"],
+)
+def test_weights_that_come_apart_are_found(
+    file: Path, tmp_path: Path, masters: bool, code: int, text: str
+):
+    """Codes: a process's own sampler and trainer agree, but each trains on what another drew."""
+    arguments = ["train", str(file), "--out", str(tmp_path / "out"), *options(FOUR)]
+    broken = APART.format(masters=masters) + COMMAND.format(arguments=arguments)
+    processes = runs.start_ranks(broken, 2)
+    said = [p.communicate(timeout=WAIT_S)[1] for p in processes]
+    assert [p.returncode for p in processes] == [code, code], said
+    assert text in said[0]
+
+
+@pytest.mark.parametrize(
+    ("size", "settings", "text"),
+    [
+        (2, {"rl.prompts_per_step": "1"}, "1 for 2 processes"),
+        (2, FOUR | {"train.gradient_leaves": "1"}, "no fewer than the 2 processes"),
+    ],
+)
+def test_what_several_processes_refuse(
+    file: Path, tmp_path: Path, size: int, settings: dict[str, str], text: str
+):
+    arguments = ["train", str(file), "--out", str(tmp_path / "out"), *options(settings)]
+    processes = runs.start_ranks(COMMAND.format(arguments=arguments), size)
+    said = [p.communicate(timeout=WAIT_S)[1] for p in processes]
+    assert any(p.returncode == 2 for p in processes)
+    assert any(text in one for one in said)
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def test_other_commands_are_for_one_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["flow", "show", "fp8"]) == 2
+    assert "only train is for torchrun" in capsys.readouterr().err
+
+
+def test_three_processes_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="binary tree"):
+        world()
+
+
+def test_leaves_are_even_and_none_is_empty_while_there_are_groups():
+    def group(tokens: int) -> Group:
+        return Group(Prompt("", (0,) * tokens, ""), ())
+
+    groups = [group(n) for n in (1, 1, 1, 1, 100, 1, 1, 1)]
+    assert split_leaves(groups, range(8), 1) == [range(8)]
+    assert split_leaves(groups, range(8), 2) == [range(4), range(4, 8)]
+    for leaves in (1, 2, 4, 8):
+        found = split_leaves(groups, range(8), leaves)
+        assert [i for leaf in found for i in leaf] == list(range(8))
+        assert all(found)
+    assert split_leaves(groups, range(2, 4), 4) == [
+        range(2, 3),
+        range(3, 4),
+        range(4, 4),
+        range(4, 4),
+    ]
+    even = split_leaves([group(10)] * 16, range(16), 4)
+    assert [len(leaf) for leaf in even] == [4, 4, 4, 4]
+
+
+@pytest.mark.parametrize("leaves", [1, 2, 4, 8])
+def test_the_tree_adds_pairs(leaves: int):
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(1000, generator=generator) for _ in range(leaves)]
+    parameter = nn.Parameter(torch.zeros(1000))
+    tree = GradientTree([parameter])
+    for i, value in enumerate(values):
+        assert parameter.grad is None
+        parameter.grad = value.clone()
+        tree.end_leaf(last=i == leaves - 1)
+    sums = values
+    while len(sums) > 1:
+        sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
+    assert parameter.grad is not None
+    assert torch.equal(parameter.grad, sums[0])
+
+
+def test_leaves_of_a_run():
+    assert leaves_of(0, 4) == 4
+    assert leaves_of(8, 2) == 8
+    for setting, size in ((3, 1), (2, 4)):
+        with pytest.raises(ValueError, match="gradient_leaves"):
+            leaves_of(setting, size)
