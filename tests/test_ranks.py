@@ -223,6 +223,57 @@ def test_weights_that_come_apart_are_found(
     assert text in said[0]
 
 
+POISON = """
+import os
+from samebit.train.step import Trainer
+inside = Trainer.micro_batch
+def micro_batch(self, *more):
+    inside(self, *more)
+    if self.steps == 1 and {here}:
+        self.model.norm_final.grad[0] = float("nan")
+Trainer.micro_batch = micro_batch
+"""
+
+
+def test_a_gradient_that_is_not_finite_at_one_is_skipped_by_all(file: Path, tmp_path: Path):
+    arguments = ["train", str(file), "--out", str(tmp_path / "two"), *options(FOUR)]
+    code = POISON.format(here='os.environ["RANK"] == "1"') + COMMAND.format(arguments=arguments)
+    processes = runs.start_ranks(code, 2)
+    said = [p.communicate(timeout=WAIT_S)[1] for p in processes]
+    assert [p.returncode for p in processes] == [0, 0], said
+    found = runs.metrics(tmp_path / "two")
+    assert [m["train/skipped_steps"] for m in found[1:]] == ["0.0", "1.0", "1.0", "1.0"]
+    more = options(FOUR | {"train.gradient_leaves": "2"})
+    arguments = ["train", str(file), "--out", str(tmp_path / "one"), *more]
+    alone = runs.start(POISON.format(here="True") + COMMAND.format(arguments=arguments))
+    assert alone.wait(timeout=WAIT_S) == 0
+    assert weights(tmp_path / "two") == weights(tmp_path / "one")
+
+
+UNJUDGED = """
+from dataclasses import replace
+from samebit.collect import Collector
+whole = Collector.collect
+def collect(self, *more):
+    found = whole(self, *more)
+    first = [replace(g, rewards=(None,) * len(g.rewards)) for g in found.groups[:2]]
+    return replace(found, groups=[*first, *found.groups[2:]])
+Collector.collect = collect
+"""
+
+
+def test_a_process_without_a_verdict_weighs_nothing(file: Path, tmp_path: Path):
+    arguments = ["train", str(file), "--out", str(tmp_path / "two"), *options(FOUR)]
+    processes = runs.start_ranks(UNJUDGED + COMMAND.format(arguments=arguments), 2)
+    said = [p.communicate(timeout=WAIT_S)[1] for p in processes]
+    assert [p.returncode for p in processes] == [0, 0], said
+    more = options(FOUR | {"train.gradient_leaves": "2"})
+    arguments = ["train", str(file), "--out", str(tmp_path / "one"), *more]
+    assert runs.start(UNJUDGED + COMMAND.format(arguments=arguments)).wait(timeout=WAIT_S) == 0
+    assert runs.metrics(tmp_path / "two") == runs.metrics(tmp_path / "one")
+    assert weights(tmp_path / "two") == weights(tmp_path / "one")
+
+
 @pytest.mark.parametrize(
     ("size", "settings", "text"),
     [

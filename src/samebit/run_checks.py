@@ -202,7 +202,8 @@ def _memory_of(
     if (cut := positions_warning(checks.sampling, model)) is not None:
         log.warning("%s", cut)
     needs = checks.algorithm.needs | checks.correction.needs
-    memory = plan_memory(model, plan, config, frozenset(needs), available)
+    _, processes, _ = world()
+    memory = plan_memory(model, plan, config, frozenset(needs), available, processes)
     for warning in memory_warnings(config, memory, available):
         log.warning("%s", warning)
     return memory

@@ -228,6 +228,13 @@ def _moments(count: int, states: str) -> list[Part]:
     return [Part("moments (FP32)", 8 * count, lever, 6 * count)]
 
 
+def _waiting(count: int, leaves: int, processes: int) -> list[Part]:
+    """Sums of gradient leaves that wait for their neighbours (`train/leaves.py`)."""
+    levels = max(0, leaves.bit_length() - processes.bit_length())
+    size, lever = levels * 4 * count, "train.gradient_leaves = 0"
+    return [Part("gradient sums that wait", size, lever, size)] if size else []
+
+
 def _frozen(model: ModelConfig, plan: Plan, needs: frozenset[str]) -> list[Part]:
     """The reference policy (its weights, no masters) and the BF16 shadow (the policy's own masters)."""
     parts = []
@@ -295,8 +302,11 @@ def plan_memory(
     config: Config,
     needs: frozenset[str] = frozenset(),
     available: int | None = None,
+    processes: int = 1,
 ) -> MemoryPlan:
-    """What `config` will take for this model and plan. needs: of the algorithm and its correction.
+    """What `config` will take for this model and plan, of each of the run's processes.
+
+    needs: of the algorithm and its correction.
 
     available: bytes that train.recompute = "auto" fits the plan into; None: there is enough.
     """
@@ -311,6 +321,7 @@ def plan_memory(
         Part("FP32 masters", 4 * count),
         Part(f"weights ({plan.recipe.name})", _weights(model, plan)),
         Part("FP32 gradients", 4 * count),
+        *_waiting(count, train.gradient_leaves, processes),
         *_moments(count, train.optimizer_states),
     )
     around = (
