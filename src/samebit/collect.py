@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from samebit.clock import Clock
 from samebit.config import Config
@@ -48,6 +50,8 @@ class Collector:
     ):
         self.config, self.task, self.engine, self.ranks = config, task, engine, ranks
         self.algorithm, self.sampling, self.report = algorithm, sampling, report
+        self._busy_s: list[list[float]] = []
+        """Seconds that each process drew, rollout by rollout of the step."""
 
     def draw(
         self,
@@ -61,7 +65,7 @@ class Collector:
         """Completions of prompts, graded; divided among the run's processes, everybody's."""
         mine = self.ranks.drawn(len(prompts))
         clock = clock or Clock()
-        with clock("rollout"):
+        with clock("rollout"), self._waiting():
             groups = self.engine.generate(
                 [prompts[i] for i in mine],
                 samples,
@@ -69,17 +73,29 @@ class Collector:
                 first_sample + mine.start * samples,
                 self.report.progress(what),
             )
-            self.ranks.wait()
         with clock("reward"):
             return self.ranks.everybodys(grade(self.task, groups))
 
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """A rollout ends when all have drawn theirs; how long each was at it is noted."""
+        begun = time.perf_counter()
+        yield
+        self._busy_s.append(self.ranks.gather(time.perf_counter() - begun))
+
     def _numbers(self, seen: Sequence[Group]) -> dict[str, float]:
-        """reward/ and rollout/ of a step; what grading counted, by everybody."""
+        """reward/ and rollout/ of a step; what grading counted, by everybody; who waited for whom."""
         counts = self.ranks.gather(self.task.stats.metrics(reset=True))
-        return rollout_metrics(seen) | {key: sum(c[key] for c in counts) for key in counts[0]}
+        out = rollout_metrics(seen) | {key: sum(c[key] for c in counts) for key in counts[0]}
+        if self.ranks.size > 1:
+            longest = sum(map(max, self._busy_s))
+            busy = sum(map(sum, self._busy_s)) / self.ranks.size
+            out["perf/rollout_wait_share"] = 1.0 - busy / max(longest, 1e-9)
+        return out
 
     def collect(self, progress: Progress, held: Sequence[Held], clock: Clock) -> Collected:
         """The next step's groups; held: what the step before left."""
+        self._busy_s.clear()
         if held or self.config.rollout.partial_tokens:
             return self._parts(progress, held, clock)
         return self._rounds(progress, clock)
@@ -112,7 +128,7 @@ class Collector:
         new = begin(self.task.prompts("train", start, wanted), size, progress.next_sample)
         open_ones = [*held, *(Held(start + i, group) for i, group in enumerate(new))]
         mine = [open_ones[i] for i in self.ranks.drawn(len(open_ones))]
-        with clock("rollout"):
+        with clock("rollout"), self._waiting():
             groups = self.engine.advance(
                 [h.group for h in mine],
                 self.sampling,

@@ -159,6 +159,13 @@ def world() -> tuple[int, int, int]:
     return rank, size, local
 
 
+def claim_gpu() -> None:
+    """Make this process's GPU the current one, before anything is asked of (and kept on) the first."""
+    _, size, local = world()
+    if size > 1 and local < torch.cuda.device_count():
+        torch.cuda.set_device(local)
+
+
 def join(device: torch.device) -> Ranks:
     """The processes of this run, met; alone without torchrun. device: of this process."""
     rank, size, _ = world()

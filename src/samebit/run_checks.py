@@ -24,7 +24,7 @@ from samebit.models.tokenizer import Tokenizer
 from samebit.quant.flow import is_unified
 from samebit.quant.ops import get_ops, missing_for_cuda
 from samebit.quant.plan import Plan, load_recipe
-from samebit.ranks import world
+from samebit.ranks import claim_gpu, world
 from samebit.rl.checks import check_pair
 from samebit.rl.registry import load_algorithm, load_correction
 from samebit.tasks.api import load_task
@@ -131,6 +131,7 @@ def require_enough_steps(config: Config, finished: int) -> None:
 
 def choose_device(config: Config) -> torch.device:
     """run.device as a torch device, ValueError where it cannot be used; auto is the GPU or the CPU."""
+    claim_gpu()
     if config.run.device != "auto":
         get_ops(torch.device(config.run.device))  # refuses, before it is asked for its memory
         return _own(torch.device(config.run.device))
@@ -152,7 +153,6 @@ def _own(device: torch.device) -> torch.device:
             f"process {local + 1} of this machine has no GPU: there are {torch.cuda.device_count()} "
             "(torchrun --nproc-per-node)"
         )
-    torch.cuda.set_device(local)
     return torch.device("cuda", local)
 
 

@@ -63,8 +63,9 @@ def run(args: Sequence[str]) -> int:
 
 def _first_of_the_processes() -> bool:
     """Whether this is the process that speaks; of others only errors are shown."""
-    from samebit.ranks import world
+    from samebit.ranks import claim_gpu, world
 
+    claim_gpu()
     rank, _, _ = world()
     if rank:
         logging.getLogger("samebit").setLevel(logging.ERROR)
