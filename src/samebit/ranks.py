@@ -75,10 +75,6 @@ class Ranks:
         if self.leads:
             self.wait()
 
-    def any(self, mine: bool) -> bool:
-        """Whether it is so of any."""
-        return any(self.gather(mine))
-
     def leaders(self, value: T) -> T:
         """The leader's value."""
         return self.gather(value if self.leads else None)[0]  # type: ignore[return-value]

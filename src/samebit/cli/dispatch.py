@@ -65,7 +65,7 @@ def run_command(argv: Sequence[str] | None) -> int:
         hint = f"did you mean {close[0]!r}?" if close else f"commands: {', '.join(COMMANDS)}"
         print(f"samebit: error: unknown command {name!r}; {hint}", file=sys.stderr)
         return USER_ERROR
-    if name != "train" and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if name != "train" and os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):
         return _failed(name, "runs in one process; only train is for torchrun", USER_ERROR, debug)
     return _guarded(name, args[1:], debug)
 
