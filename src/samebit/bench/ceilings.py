@@ -34,7 +34,7 @@ def read_rate() -> float:
     x = torch.randint(0, 100, (1 << 29,), dtype=torch.int32, device="cuda")
     out = torch.empty(1 << 16, dtype=torch.int32, device="cuda")
     grid = (x.numel() // (SIZE * 16),)
-    return x.nbytes / _median(lambda: _read_kernel[grid](x, out, SIZE=SIZE, STEPS=16, num_warps=8))  # pyright: ignore[reportIndexIssue]
+    return x.nbytes / _median(lambda: _read_kernel[grid](x, out, SIZE=SIZE, STEPS=16, num_warps=8))
 
 
 @functools.cache

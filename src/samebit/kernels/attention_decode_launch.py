@@ -124,7 +124,8 @@ def _parts(q: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor, to
     B, H, D = q.shape
     shape = (B, H, splits) if splits > 1 else (1, 1, 1)
     acc = torch.empty((*shape, D), dtype=torch.float32, device=q.device)
-    return acc, *(torch.empty(shape, dtype=torch.float32, device=q.device) for _ in "ml")
+    maximum, total = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in "ml")
+    return acc, maximum, total
 
 
 def _launch_fast(call: _Call, finished: int, constants: dict[str, Any]) -> None:

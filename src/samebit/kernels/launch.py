@@ -188,7 +188,9 @@ class Ready:
             return None
         if metadata.global_scratch_size or metadata.profile_scratch_size:
             return None
-        run = _bare(compiled.run.launch)
+        launcher = compiled.run
+        assert launcher is not None  # Triton loads it when it is asked for
+        run = _bare(launcher.launch)
         made = None if run is None else cls(kernel, compiled, run)
         return made if made is None or len(made.forms) == len(made.boxes) else None
 

@@ -1,0 +1,6 @@
+from typing import Any, TypeVar
+
+C = TypeVar("C", bound=type)
+
+def _aggregate(cls: C) -> C: ...
+def __getattr__(name: str) -> Any: ...
