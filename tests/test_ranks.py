@@ -68,7 +68,13 @@ KINDS = {
     "mixed, adaptive": FOUR
     | {"recipe": "fp8-rollout", "rl.mini_batches": "2", "rl.correction.name": "adaptive"},
     "dapo, uneven": {"rl.algorithm": "dapo", "rl.prompts_per_step": "3"},
-    "kl, small packs": FOUR | {"rl.kl_coefficient": "0.1", "train.micro_batch_tokens": "16"},
+    "kl, small packs": {
+        "rl.prompts_per_step": "8",
+        "rl.kl_coefficient": "0.1",
+        "train.micro_batch_tokens": "16",
+    },
+    "calibrated": FOUR
+    | {"recipe": "fp8-rollout", "rl.epochs": "2", "rl.correction.name": "calibrated"},
 }
 
 
@@ -81,10 +87,12 @@ def test_two_processes_give_the_bits_of_one_with_two_leaves(file: Path, tmp_path
     assert weights(tmp_path / "two") == weights(tmp_path / "one")
 
 
-def test_four_processes_and_four_leaves_on_two(file: Path, tmp_path: Path):
-    train(file, tmp_path / "four", 4, FOUR)
-    train(file, tmp_path / "two", 2, FOUR | {"train.gradient_leaves": "4"})
-    alone(file, tmp_path / "one", 4, FOUR)
+@pytest.mark.parametrize("mini_batches", ["1", "4"], ids=["", "leaves without a group"])
+def test_four_processes_and_four_leaves_on_two(file: Path, tmp_path: Path, mini_batches: str):
+    settings = FOUR | {"rl.mini_batches": mini_batches}
+    train(file, tmp_path / "four", 4, settings)
+    train(file, tmp_path / "two", 2, settings | {"train.gradient_leaves": "4"})
+    alone(file, tmp_path / "one", 4, settings)
     for name in ("four", "two"):
         assert runs.metrics(tmp_path / name) == runs.metrics(tmp_path / "one")
         assert weights(tmp_path / name) == weights(tmp_path / "one")
@@ -146,10 +154,13 @@ def test_processes_leave_together_with_a_checkpoint(
     codes = [p.returncode for p in processes]
     # who did not hear of it learns that the other has gone, or is told between steps
     assert codes[1] == code and codes[0] in (code, 1), said
-    steps = runs.metrics(tmp_path / "out")[-1]["step"]
     found = checkpoint.newest(tmp_path / "out" / "checkpoints")
-    assert found is not None and found.name == f"step_{int(steps):06d}"
-    train(file, tmp_path / "out", 2, FOUR | {"train.steps": str(int(steps) + 1)}, "--resume")
+    assert found is not None
+    steps = {"train.steps": str(int(found.name.removeprefix("step_")) + 1), "eval.every": "0"}
+    train(file, tmp_path / "out", 2, FOUR | steps, "--resume")
+    alone(file, tmp_path / "whole", 2, FOUR | steps)
+    assert runs.metrics(tmp_path / "out") == runs.metrics(tmp_path / "whole")
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
 
 
 def test_who_is_left_ends_when_another_is_killed(file: Path, tmp_path: Path):
@@ -159,6 +170,64 @@ def test_who_is_left_ends_when_another_is_killed(file: Path, tmp_path: Path):
     assert processes[0].returncode == 1
     assert "another process of this run ended" in said
     assert "holds step" in said
+
+
+ENDS = """
+import os, signal
+from samebit.train.step import Trainer
+whole = Trainer._update
+def update(self, *more, **named):
+    found = whole(self, *more, **named)
+    if self.updates == 5 and {here}:  # the third step's first of two
+        {does}
+    return found
+Trainer._update = update
+"""
+MIDDLE = FOUR | {
+    "train.steps": "4",
+    "run.save_every": "0",
+    "rl.mini_batches": "2",
+    "eval.every": "0",
+}
+
+
+@pytest.mark.parametrize(
+    ("size", "does", "codes"),
+    [
+        (1, "os.kill(os.getpid(), signal.SIGTERM); os.kill(os.getpid(), signal.SIGTERM)", [143]),
+        (2, "os._exit(9)", [1, 9]),
+        (2, "os.kill(os.getpid(), signal.SIGTERM); os.kill(os.getpid(), signal.SIGTERM)", [1, 143]),
+    ],
+    ids=["second signal", "one dies", "second signal to one"],
+)
+def test_no_checkpoint_is_made_between_two_steps(
+    file: Path, tmp_path: Path, size: int, does: str, codes: list[int]
+):
+    """Its weights would be of neither."""
+    arguments = ["train", str(file), "--out", str(tmp_path / "out"), *options(MIDDLE)]
+    code = ENDS.format(here=f'os.environ["RANK"] == "{size - 1}"', does=does)
+    processes = runs.start_ranks(code + COMMAND.format(arguments=arguments), size)
+    said = [p.communicate(timeout=WAIT_S)[1] for p in processes]
+    assert [p.returncode for p in processes] == codes, said
+    assert len(runs.metrics(tmp_path / "out")) == 2
+    assert checkpoint.newest(tmp_path / "out" / "checkpoints") is None
+    assert "2 finished steps" in said[0]
+
+
+def test_processes_that_see_other_folders_are_refused(file: Path, tmp_path: Path):
+    out = str(tmp_path / "out")
+    train(file, tmp_path / "out", 2, FOUR | {"train.steps": "1"})
+    arguments = ["train", str(file), "--out", out, *options(FOUR), "--resume"]
+    code = """
+import os
+from samebit.train import checkpoint
+if os.environ["RANK"] == "1":
+    checkpoint.newest = lambda folder: None
+"""
+    processes = runs.start_ranks(code + COMMAND.format(arguments=arguments), 2)
+    said = [p.communicate(timeout=WAIT_S)[1] for p in processes]
+    assert [p.returncode for p in processes] == [1, 1], said
+    assert "do all see the same run.out" in said[0]
 
 
 FLIP = """
@@ -313,6 +382,8 @@ def test_leaves_are_even_and_none_is_empty_while_there_are_groups():
     groups = [group(n) for n in (1, 1, 1, 1, 100, 1, 1, 1)]
     assert split_leaves(groups, range(8), 1) == [range(8)]
     assert split_leaves(groups, range(8), 2) == [range(4), range(4, 8)]
+    first = [group(n) for n in (100, 1, 1, 1, 1, 1, 1, 1)]
+    assert split_leaves(first, range(8), 2) == [range(1), range(1, 8)]
     for leaves in (1, 2, 4, 8):
         found = split_leaves(groups, range(8), leaves)
         assert [i for leaf in found for i in leaf] == list(range(8))

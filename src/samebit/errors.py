@@ -16,8 +16,11 @@ class RunStopped(Exception):  # noqa: N818 - an outcome, not an error
 
 
 class RunLeft(Exception):  # noqa: N818 - an outcome, not an error
-    """A signal asked the run to leave, and it did so in good order. exit_code: 128 + signal."""
+    """A signal asked the run to leave, or another process of it ended. exit_code: 128 + signal, or 1.
 
-    def __init__(self, text: str, exit_code: int) -> None:
+    at_once: for a second signal, which does not wait for a checkpoint.
+    """
+
+    def __init__(self, text: str, exit_code: int, at_once: bool = False) -> None:
         super().__init__(text)
-        self.exit_code = exit_code
+        self.exit_code, self.at_once = exit_code, at_once

@@ -41,7 +41,7 @@ from samebit.run_checks import (
     other_machine,
     out_of_memory,
     planned_memory,
-    require_enough_prompts,
+    require_divisible,
     require_enough_steps,
     set_threads,
 )
@@ -67,7 +67,7 @@ class Run:
 
     def __init__(self, config: Config, resume: bool, report: Reporter, ranks: Ranks = ALONE):
         self.config, self.report, self.ranks = config, report, ranks
-        require_enough_prompts(config, ranks.size)
+        require_divisible(config, ranks.size)
         checks = Checks(config)
         self.task, self.sampling = checks.task, checks.sampling
         self.files = RunFolder(config, resume, ranks, report)
@@ -105,9 +105,12 @@ class Run:
         """Groups that the last finished step began and did not finish."""
         self.saved_step = 0
         """Of the last checkpoint; 0 while there is none."""
+        self.updating = False
+        """Whether weights and optimiser may be between two steps: then no checkpoint is made of them."""
         self.signals = Signals(self.unsaved)
         if resume:
             self._resume()
+        self._require_same_start()
         self.watchdog = Watchdog(config, self.trainer, self.save, report.note)
         if self.finished:
             done = self.progress.step
@@ -143,6 +146,16 @@ class Run:
             for note in other_machine(machine, self.model.device, self.trainer.leaves):
                 self.report.note(note)
 
+    def _require_same_start(self) -> None:
+        """RuntimeError where the run's processes do not begin from the same: a folder that is not shared."""
+        trainer, plan = self.trainer, self.model.plan
+        stands = (self.progress, plan.digest, self.fingerprint, trainer.steps, trainer.updates)
+        rest = (sorted(self.pending), [h.index for h in self.held])
+        self.ranks.require_same(
+            "where the run stands", (stands, rest), "do all see the same run.out and model?"
+        )
+        trainer.require_same_weights()
+
     @property
     def finished(self) -> bool:
         """Whether no step or evaluation is left to do."""
@@ -154,7 +167,10 @@ class Run:
             try:
                 self._train()
             except RunLeft as left:
-                if self.progress.step or self.pending:
+                if self.updating and not left.at_once:
+                    lost = self.unsaved() or "nothing is lost but the step in progress"
+                    self.report.note(f"{left}, in the middle of an update: no checkpoint; {lost}")
+                elif (self.progress.step or self.pending) and not left.at_once:
                     with self.signals.shield():
                         self.report.note(f"{left}: {self.save()} holds step {self.progress.step}")
                 raise
@@ -236,6 +252,7 @@ class Run:
                 self.watchdog.judge_waiting(compared)
         with self.signals.shield():
             self.signals.leave_together(self.ranks)
+            self.updating = True
             if groups:
                 self._make_room()
                 with clock("train"), self._profiled(groups):
@@ -246,6 +263,7 @@ class Run:
                 self._pass_over()
             self.progress = dataclasses.replace(found.progress, step=found.progress.step + 1)
             self.pending, self.held = metrics, found.held
+            self.updating = False
         metrics |= clock.metrics()
         tokens = metrics.get("rollout/drawn_tokens", metrics["rollout/tokens"])
         metrics["perf/rollout_tokens_per_s"] = tokens / max(1e-9, metrics["time/rollout_s"])
@@ -261,12 +279,15 @@ class Run:
         """Compare both sides on fixed prompts before these weights draw anything else, where it is due."""
         if self.canary is None:
             return
+        found = ""
         try:
             self.canary.check(self.engine, self.progress.step)
         except RunStopped as stopped:
+            found = str(stopped)
+        for told in filter(None, self.ranks.gather(found)):
             if self.config.run.on_mismatch == "stop":
-                raise
-            log.warning("%s", stopped)
+                raise RunStopped(told)
+            log.warning("%s", told)
             self.canary = None
 
     def _pass_over(self) -> None:

@@ -23,8 +23,12 @@ from samebit.errors import RunLeft
 
 T = TypeVar("T")
 
+MEETING = timedelta(minutes=10)
+"""How long a process waits for the others at the start."""
 PATIENCE = timedelta(days=2)
-"""A process waits so long for another that is at work; one that ended is noticed at once."""
+"""How long it waits for another that is at work. One that ended is noticed at once."""
+EXCHANGE = timedelta(minutes=30)
+"""How long an exchange of gradients may take, which begins when all are ready for it."""
 
 
 class Ranks:
@@ -41,16 +45,20 @@ class Ranks:
         return self.rank == 0
 
     @classmethod
-    def join(cls, rank: int, size: int, backend: str) -> Ranks:
-        """Meet the others; returns when all are there. backend: of gradients; all else goes over gloo."""
+    def join(cls, rank: int, size: int, backend: str, device: torch.device) -> Ranks:
+        """Meet the others; returns when all are there. backend: of gradients; all else goes over gloo.
+
+        What a backend needs on the device is taken here, before anybody plans its memory.
+        """
         ranks = cls(rank, size)
-        dist.init_process_group(backend, rank=rank, world_size=size, timeout=PATIENCE)
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=MEETING)
         ranks._host = dist.new_group(backend="gloo", timeout=PATIENCE)
         for distance in (1 << i for i in range(size.bit_length() - 1)):
             for low in (r for r in range(size) if not r & distance):
-                pair = dist.new_group([low, low + distance], timeout=PATIENCE)
+                pair = dist.new_group([low, low + distance], timeout=EXCHANGE)
                 if rank in (low, low + distance):
                     ranks._pairs.append(pair)
+        ranks.add_up([torch.zeros(1, device=device)])
         return ranks
 
     def gather(self, mine: T) -> list[T]:
@@ -104,16 +112,17 @@ class Ranks:
     def _part(self, rank: int, count: int) -> range:
         return range(rank * count // self.size, (rank + 1) * count // self.size)
 
-    def require_same(self, what: str, mine: object) -> None:
+    def require_same(self, what: str, mine: object, why: str) -> None:
         """RuntimeError where the processes do not have the same of something that prints as it is."""
         if len({repr(value) for value in self.gather(mine)}) > 1:
             raise RuntimeError(
-                f"the processes of this run have come apart: {what} is not the same on all. The last "
-                "checkpoint stands; a device may be faulty"
+                f"the processes of this run have come apart: {what} is not the same on all ({why}). "
+                "The last checkpoint stands"
             )
 
     def add_up(self, gradients: Sequence[torch.Tensor]) -> None:
         """Replace each tensor by everybody's sum: ((0 + 1) + (2 + 3)) + ..., the same bits everywhere."""
+        self.wait()  # here a process that ended is noticed, on a GPU it would not be
         for pair in self._pairs:
             with self._together():
                 works = [dist.all_reduce(g, group=pair, async_op=True) for g in gradients]
@@ -125,8 +134,10 @@ class Ranks:
     def _together(self) -> Iterator[None]:
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
-            raise RunLeft(f"another process of this run ended ({error})", 1) from error
+            raise RunLeft("another process of this run ended: it says why", 1) from error
 
     def close(self) -> None:
         """Part from the others; safe to call twice."""
@@ -155,6 +166,11 @@ def world() -> tuple[int, int, int]:
     return rank, size, local
 
 
+def processes_here() -> int:
+    """Processes of the run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world()[1]))
+
+
 def claim_gpu() -> None:
     """Make this process's GPU the current one, before anything is asked of (and kept on) the first."""
     _, size, local = world()
@@ -167,4 +183,4 @@ def join(device: torch.device) -> Ranks:
     rank, size, _ = world()
     if size == 1:
         return ALONE
-    return Ranks.join(rank, size, "nccl" if device.type == "cuda" else "gloo")
+    return Ranks.join(rank, size, "nccl" if device.type == "cuda" else "gloo", device)

@@ -24,10 +24,11 @@ from samebit.models.tokenizer import Tokenizer
 from samebit.quant.flow import is_unified
 from samebit.quant.ops import get_ops, missing_for_cuda
 from samebit.quant.plan import Plan, load_recipe
-from samebit.ranks import claim_gpu, world
+from samebit.ranks import claim_gpu, processes_here, world
 from samebit.rl.checks import check_pair
 from samebit.rl.registry import load_algorithm, load_correction
 from samebit.tasks.api import load_task
+from samebit.train.leaves import leaves_of
 from samebit.train.memory import GIB, SHARE, MemoryPlan, parameter_count, plan_memory
 from samebit.types import Sampling
 
@@ -111,8 +112,9 @@ def require_same_plan(folder: Path, plan: Plan) -> None:
         plan.require_same(written, f"run {folder} (plan.json)")
 
 
-def require_enough_prompts(config: Config, processes: int) -> None:
-    """ValueError where a process would have no prompt to draw."""
+def require_divisible(config: Config, processes: int) -> None:
+    """ValueError where the processes cannot divide a step: too few prompts, or leaves of gradients."""
+    leaves_of(config.train.gradient_leaves, processes)
     if config.rl.prompts_per_step < processes:
         raise ValueError(
             f"rl.prompts_per_step = {config.rl.prompts_per_step} for {processes} processes: each needs a "
@@ -216,6 +218,12 @@ def memory_warnings(config: Config, memory: MemoryPlan, available: int | None) -
             f"train.memory_gib = {config.train.memory_gib} does not apply: on a CPU no plan is made to "
             "fit the memory"
         )
+    together, local = sum(p.size for p in memory.parts if p.host), processes_here()
+    if local > 1 and together * local > _main_memory():
+        yield (
+            f"{local} processes of this machine keep {together * local / GIB:,.1f} GiB of moments in main "
+            f'memory, which has {_main_memory() / GIB:,.1f}: use train.optimizer_states = "8bit"'
+        )
     room = _main_memory() if available is None else available
     size, tokens = config.rl.group_size, memory.answer
     if memory.total > room and memory.tokens == size * tokens:
@@ -256,6 +264,7 @@ def foresee(config: Config, resume: bool = False) -> Iterator[str]:
     folder is not touched.
     """
     out = Path(config.run.out)
+    require_divisible(config, world()[1])
     require_free(out)
     if note := require_unused(out, resume):
         yield note

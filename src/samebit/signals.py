@@ -68,7 +68,7 @@ class Signals:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             kept = self._loss() or "the last checkpoint stands"
-            raise RunLeft(f"left at once; {kept}", 128 + number)
+            raise RunLeft(f"left at once; {kept}", 128 + number, at_once=True)
         self._asked = number
         loss = self._loss()
         said = _SAID[signal.Signals(number)].format(loss=f"; {loss}" if loss else "")

@@ -33,7 +33,7 @@ SHARE_ONE = """
 import torch
 from samebit import loop, ranks, run_checks
 run_checks._own = lambda device: torch.device("cuda", 0)
-loop.join = lambda device: ranks.Ranks.join(*ranks.world()[:2], "gloo")
+loop.join = lambda device: ranks.Ranks.join(*ranks.world()[:2], "gloo", device)
 """
 ENTRY = "from samebit.cli import main; raise SystemExit(main({arguments!r}))"
 

@@ -48,7 +48,7 @@ def run(args: Sequence[str]) -> int:
         check_place(config, origin)
     with model_of(origin.of("model")):
         if found.flag("dry-run"):
-            return _say_what_would_run(config, found.flag("resume"))
+            return _say_what_would_run(config, found.flag("resume")) if leads else 0
         from samebit.loop import train
 
         reporter = Reporter(quiet=found.flag("quiet") or not leads)

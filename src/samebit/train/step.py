@@ -125,15 +125,17 @@ class Trainer:
         self.steps += 1
         self.updates += self.updates_per_step - len(parts)  # fewer groups than mini-batches
         numbers["train/skipped_steps"] = float(self.skipped)
-        self._require_same_weights()
+        self.require_same_weights()
         return rollout.numbers() | numbers | probe.measure() | timer.seconds()
 
-    def _require_same_weights(self) -> None:
+    def require_same_weights(self) -> None:
         """RuntimeError where the processes' masters differ: their bits as whole numbers, added up exactly."""
         if self.ranks.size > 1:
             masters = [p.detach().view(torch.int32) for p in self.parameters().values()]
             sums = torch.stack([bits.sum(dtype=torch.int64) for bits in masters])
-            self.ranks.require_same("the sum of each weight's bits", sums.tolist())
+            self.ranks.require_same(
+                "the sum of each weight's bits", sums.tolist(), "a device may be faulty"
+            )
 
     def pass_over(self) -> None:
         """A step without a group to train on: only the schedule goes on."""
