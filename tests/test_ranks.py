@@ -112,7 +112,8 @@ def test_a_run_goes_on_with_another_number_of_processes(file: Path, tmp_path: Pa
     train(file, out, 2, FOUR | {"train.steps": "2"})
     alone(file, out, 2, FOUR | {"train.steps": "3"}, resume=True)
     said = train(file, out, 2, FOUR | {"train.steps": "4"}, "--resume")
-    assert "gradient leaves" not in said[0]
+    assert "gradient_leaves" not in said[0]
+    assert "processes: 2, gradient leaves: 2" in said[0]
     alone(file, tmp_path / "whole", 2, FOUR)
     # the last step of each part was evaluated
     rows = [runs.metrics(path) for path in (out, tmp_path / "whole")]
@@ -122,7 +123,7 @@ def test_a_run_goes_on_with_another_number_of_processes(file: Path, tmp_path: Pa
     said = train(
         file, out, 2, FOUR | {"train.steps": "5", "train.gradient_leaves": "4"}, "--resume"
     )
-    assert "4 gradient leaves after 2" in said[0]
+    assert "gradient_leaves = 4 after 2" in said[0]
     assert said[1] == ""
 
 
@@ -141,9 +142,10 @@ def started(
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["term", "int"]
+    ("number", "code", "to"),
+    [(signal.SIGTERM, 143, "all"), (signal.SIGTERM, 143, "one"), (signal.SIGINT, 130, "one")],
+    ids=["term", "term to one", "int to one"],
 )
-@pytest.mark.parametrize("to", ["all", "one"])
 def test_processes_leave_together_with_a_checkpoint(
     file: Path, tmp_path: Path, number: signal.Signals, code: int, to: str
 ):
@@ -347,7 +349,7 @@ def test_a_process_without_a_verdict_weighs_nothing(file: Path, tmp_path: Path):
     ("size", "settings", "text"),
     [
         (2, {"rl.prompts_per_step": "1"}, "1 for 2 processes"),
-        (2, FOUR | {"train.gradient_leaves": "1"}, "no fewer than the 2 processes"),
+        (2, FOUR | {"train.gradient_leaves": "1"}, "1 for 2 processes: use"),
     ],
 )
 def test_what_several_processes_refuse(

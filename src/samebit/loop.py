@@ -31,19 +31,21 @@ from samebit.models.source import resolve as resolve_model
 from samebit.models.tokenizer import Tokenizer
 from samebit.partial import Held, compare_held, held_metrics
 from samebit.quant.plan import load_recipe
-from samebit.ranks import ALONE, Ranks, join
+from samebit.ranks import ALONE, Ranks, join, world
 from samebit.reporter import Reporter
 from samebit.run_checks import (
     Checks,
     available_memory,
     choose_device,
     describe_memory,
+    describe_processes,
     other_machine,
     out_of_memory,
     planned_memory,
     require_divisible,
     require_enough_steps,
     set_threads,
+    with_leaves,
 )
 from samebit.run_folder import RunFolder, hold
 from samebit.signals import Signals, lost_steps
@@ -66,8 +68,8 @@ class Run:
     """Everything one run holds. Building it checks all that can be checked before any work."""
 
     def __init__(self, config: Config, resume: bool, report: Reporter, ranks: Ranks = ALONE):
+        config = with_leaves(config, ranks.size)
         self.config, self.report, self.ranks = config, report, ranks
-        require_divisible(config, ranks.size)
         checks = Checks(config)
         self.task, self.sampling = checks.task, checks.sampling
         self.files = RunFolder(config, resume, ranks, report)
@@ -79,6 +81,8 @@ class Run:
         device = choose_device(config)
         available = available_memory(config, device)
         self.memory = planned_memory(config, checks, model_folder, available)
+        for line in describe_processes(config, ranks.size):
+            report.note(line)
         report.note(describe_memory(config, self.memory, available))
         with self._within_memory("load"):
             self.model = load_model(model_folder, checks.recipe, device)
@@ -375,6 +379,7 @@ def train(config: Config, resume: bool, report: Reporter) -> None:
 
     RunStopped where the watchdog ended it, RunLeft where a signal did.
     """
+    require_divisible(config, world()[1])
     ranks = join(choose_device(config))
     try:
         with hold(config, ranks):

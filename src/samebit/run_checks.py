@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,21 @@ def require_divisible(config: Config, processes: int) -> None:
         )
 
 
+def with_leaves(config: Config, processes: int) -> Config:
+    """The configuration with as many gradient leaves as its run has: of several processes, a number."""
+    leaves = leaves_of(config.train.gradient_leaves, processes)
+    if processes == 1:
+        return config
+    return replace(config, train=replace(config.train, gradient_leaves=leaves))
+
+
+def describe_processes(config: Config, processes: int) -> Iterator[str]:
+    """How many there are, and leaves, for people; nothing for one of each."""
+    leaves = leaves_of(config.train.gradient_leaves, processes)
+    if leaves > 1:
+        yield f"processes: {processes}, gradient leaves: {leaves} (docs/parallel.md)"
+
+
 def require_enough_steps(config: Config, finished: int) -> None:
     """ValueError where a run has finished more steps than it is to have."""
     if finished > config.train.steps:
@@ -175,8 +191,8 @@ def other_machine(before: Mapping[str, Any], device: torch.device, leaves: int) 
     had = before.get("gradient_leaves", 1)
     if had != leaves:
         yield (
-            f"resumed with {leaves} gradient leaves after {had}: gradients add up in another order, so what "
-            f"follows is not the unbroken run's bits (it is with --train.gradient-leaves {had})"
+            f"resumed with train.gradient_leaves = {leaves} after {had}: gradients add up in another order, "
+            f"so what follows is not the unbroken run's bits (it is with --train.gradient-leaves {had})"
         )
 
 
@@ -273,6 +289,7 @@ def foresee(config: Config, resume: bool = False) -> Iterator[str]:
         device = choose_device(config)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "reference kernels"
         yield f"device: {device} ({name})"
+        yield from describe_processes(config, world()[1])
         folder = resolve(config.model)
         model = checks.model_of(folder)
         checks.task.bind(Tokenizer(folder, model))

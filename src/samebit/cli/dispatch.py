@@ -65,9 +65,14 @@ def run_command(argv: Sequence[str] | None) -> int:
         hint = f"did you mean {close[0]!r}?" if close else f"commands: {', '.join(COMMANDS)}"
         print(f"samebit: error: unknown command {name!r}; {hint}", file=sys.stderr)
         return USER_ERROR
-    if name != "train" and os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):
+    if name != "train" and several_processes():
         return _failed(name, "runs in one process; only train is for torchrun", USER_ERROR, debug)
     return _guarded(name, args[1:], debug)
+
+
+def several_processes() -> bool:
+    """Whether torchrun started this one beside others."""
+    return os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
 
 
 def _guarded(name: str, args: list[str], debug: bool) -> int:
@@ -77,7 +82,8 @@ def _guarded(name: str, args: list[str], debug: bool) -> int:
         setup_logging(debug)
         return importlib.import_module(f"samebit.cli.{name}").run(args)
     except RunLeft as left:
-        print(f"samebit {name}: {left}; continue with --resume", file=sys.stderr)
+        advice = "" if left.exit_code == 1 else "; continue with --resume"
+        print(f"samebit {name}: {left}{advice}", file=sys.stderr)
         return left.exit_code
     except RunStopped as stopped:
         return _failed(name, str(stopped), STOPPED, debug)
@@ -102,5 +108,7 @@ def _guarded(name: str, args: list[str], debug: bool) -> int:
 def _failed(name: str, text: str, code: int, debug: bool) -> int:
     if debug:
         traceback.print_exc()
-    print(f"samebit {name}: error: {' '.join(text.split())}", file=sys.stderr)
+    who = f" (process {os.environ.get('RANK')})" if several_processes() else ""
+    # in one piece: of several processes each may have something to say
+    sys.stderr.write(f"samebit {name}{who}: error: {' '.join(text.split())}\n")
     return code

@@ -29,6 +29,10 @@ SHORT_HELP = (
     ("--seed N", "the same as seed in the file"),
     ("--steps N", "short for --train.steps"),
     ("--out DIR", "short for --run.out"),
+    (
+        "torchrun",
+        "several GPUs: torchrun --standalone --nproc-per-node N -m samebit train FILE ...",
+    ),
 )
 
 

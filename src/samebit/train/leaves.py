@@ -23,7 +23,8 @@ def leaves_of(setting: int, size: int) -> int:
     leaves = setting or size
     if leaves & (leaves - 1) or leaves < size:
         raise ValueError(
-            f"train.gradient_leaves = {setting}: a power of two, and no fewer than the {size} processes"
+            f"train.gradient_leaves = {setting} for {size} process{'es' if size > 1 else ''}: use a power of "
+            f"two of at least {size}, or 0 (one a process)"
         )
     return leaves
 

@@ -231,7 +231,7 @@ def _moments(count: int, states: str) -> list[Part]:
 def _waiting(count: int, leaves: int, processes: int) -> list[Part]:
     """Sums of gradient leaves that wait for their neighbours (`train/leaves.py`)."""
     levels = max(0, leaves.bit_length() - processes.bit_length())
-    size, lever = levels * 4 * count, "train.gradient_leaves = 0"
+    size, lever = levels * 4 * count, "train.gradient_leaves = 0: other bits"
     return [Part("gradient sums that wait", size, lever, size)] if size else []
 
 

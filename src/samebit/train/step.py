@@ -304,8 +304,10 @@ class Trainer:
         remove()
         if observe and self.before_update is not None:
             self._look_before(rollout, self.before_update)
+        if self.ranks.size > 1:
+            with self._timer("exchange"):
+                tree.add_others(self.ranks)
         with self._timer("optimizer"):
-            tree.add_others(self.ranks)
             numbers = self._optimise()
         return numbers | activation_shares(observed)
 
