@@ -3,10 +3,10 @@
     python -m tests.gpu.engine_soak --seconds 60 [--recipe fp8-kv] [--out FILE]
 
 An hour of a 256-place engine on the Qwen3-8B shape is 31,600 tokens/s x 3,600 s (fp8-kv, 256 x 384, when
-this was written; bench/results/h200/rollout.json), which at 512 tokens an answer is 222,000 requests. Here a tiny model draws
-short answers on 1,024 places, so that as many admissions, endings, preemptions and page grants take a minute or
-so; what an hour does to the card itself (heat, clocks) is not in it. Without a GPU the same loop runs eagerly,
-with a model of one layer on 512 places. The record says what part was run.
+this was written; bench/results/h200/rollout.json), which at 512 tokens an answer is 222,000 requests. Here a
+tiny model draws short answers on 1,024 places, so that as many admissions, endings, preemptions and page grants
+take a minute or so; what an hour does to the card itself (heat, clocks) is not in it. Without a GPU the same
+loop runs eagerly, with a model of one layer on 512 places. The record says what part was run.
 """
 
 from __future__ import annotations
