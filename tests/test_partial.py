@@ -275,9 +275,14 @@ def test_a_missing_log_prob_of_what_is_held_is_counted_and_no_mismatch(file: Pat
 
 
 def test_a_run_with_nothing_but_held_tokens_says_what_it_compared(file: Path, tmp_path: Path):
-    (first,) = finish(run_of(file, tmp_path / "out", ("train.steps", "1")))
+    said = io.StringIO()
+    settings = PARTS | {"train.steps": "1"}
+    run = Run(runs.config(file, tmp_path / "out", *settings.items()), False, Reporter(said))
+    (first,) = finish(run)
     assert "mismatch/tokens" not in first and first["mismatch/held_tokens"] > 0
     assert "max|dlogp| 0" in step_line(1, 1, first)
+    assert f"waiting {first['rollout/held_groups']:.0f}" in said.getvalue()
+    assert "2 unfinished groups were not trained on" in said.getvalue()
     last = last_line(worst_mismatch(read_run(tmp_path / "out")))
     assert last.startswith("mismatch: max |dlogp| 0  (exactly 0")
     found = exactness(read_run(tmp_path / "out"))

@@ -193,6 +193,8 @@ class Run:
             with self._within_memory():
                 self.pending = self.one_step()
             self._finish_step()
+        if self.held:
+            self.report.note(f"{len(self.held)} unfinished groups were not trained on")
 
     @contextmanager
     def _within_memory(self, phase: str = "") -> Iterator[None]:

@@ -211,6 +211,7 @@ _SHOWN = (
     ("max|dlogp|", largest_gap, None),
     ("differing", differing, "{:,.0f}"),
     ("length", "rollout/length_mean", "{:.0f}"),
+    ("waiting", "rollout/held_groups", "{:.0f}"),
     ("entropy", "rl/entropy", "{:.2f}"),
     ("clipped", "rl/clip_share_positive", "{:.1%}"),
     ("grad", "train/grad_norm", "{:.2f}"),
