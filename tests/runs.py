@@ -81,12 +81,16 @@ def samples(folder: Path) -> list[dict[str, Any]]:
     return read_json_lines(folder / "samples.jsonl")
 
 
-def start_ranks(code: str, size: int, **environment: str) -> list[subprocess.Popen[str]]:
-    """As torchrun would: `size` interpreters that know of one another."""
+def free_port() -> str:
+    """For processes to meet at."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return str(one.getsockname()[1])
+
+
+def start_ranks(code: str, size: int, **environment: str) -> list[subprocess.Popen[str]]:
+    """As torchrun would: `size` interpreters that know of one another."""
+    world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     return [
         start(code, environment=world | {"RANK": str(r), "LOCAL_RANK": str(r)} | environment)
         for r in range(size)

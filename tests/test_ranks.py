@@ -43,6 +43,26 @@ def train(file: Path, out: Path, size: int, settings: dict[str, str], *more: str
     return said
 
 
+MANY = """
+import os
+from samebit.cli import main
+for port, arguments in {work!r}:
+    os.environ["MASTER_PORT"] = port
+    assert main(arguments) == 0, arguments
+"""
+
+
+def train_many(file: Path, size: int, work: dict[Path, dict[str, str]]) -> None:
+    """Runs one after the other in the same processes, which saves their start."""
+    listed = [
+        (runs.free_port(), ["train", str(file), "--out", str(out), *options(settings)])
+        for out, settings in work.items()
+    ]
+    processes = runs.start_ranks(MANY.format(work=listed), size)
+    said = [p.communicate(timeout=2 * WAIT_S)[1] for p in processes]
+    assert [p.returncode for p in processes] == [0] * size, said
+
+
 def alone(
     file: Path, out: Path, leaves: int, settings: dict[str, str], resume: bool = False
 ) -> None:
@@ -63,12 +83,12 @@ FOUR = {"rl.prompts_per_step": "4"}
 KINDS = {
     "fp8": FOUR,
     "parts": FOUR | {"rollout.max_tokens": "9", "rollout.partial_tokens": "4", "train.steps": "6"},
-    "mini-batches, int8": FOUR | {"recipe": "int8", "rl.mini_batches": "2", "rl.epochs": "2"},
-    "ppo, 8 bit": FOUR | {"rl.algorithm": "ppo", "train.optimizer_states": "8bit"},
-    "mixed, adaptive": FOUR
+    "mini-batches int8": FOUR | {"recipe": "int8", "rl.mini_batches": "2", "rl.epochs": "2"},
+    "ppo 8 bit": FOUR | {"rl.algorithm": "ppo", "train.optimizer_states": "8bit"},
+    "mixed adaptive": FOUR
     | {"recipe": "fp8-rollout", "rl.mini_batches": "2", "rl.correction.name": "adaptive"},
-    "dapo, uneven": {"rl.algorithm": "dapo", "rl.prompts_per_step": "3"},
-    "kl, small packs": {
+    "dapo uneven": {"rl.algorithm": "dapo", "rl.prompts_per_step": "3"},
+    "kl small packs": {
         "rl.prompts_per_step": "8",
         "rl.kl_coefficient": "0.1",
         "train.micro_batch_tokens": "16",
@@ -78,24 +98,35 @@ KINDS = {
 }
 
 
+@pytest.fixture(scope="module")
+def two(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every kind of run by two processes."""
+    root = tmp_path_factory.mktemp("two")
+    train_many(file, 2, {root / kind: settings for kind, settings in KINDS.items()})
+    return root
+
+
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_two_processes_give_the_bits_of_one_with_two_leaves(file: Path, tmp_path: Path, kind: str):
-    train(file, tmp_path / "two", 2, KINDS[kind])
-    alone(file, tmp_path / "one", 2, KINDS[kind])
-    assert runs.metrics(tmp_path / "two") == runs.metrics(tmp_path / "one")
-    assert runs.samples(tmp_path / "two") == runs.samples(tmp_path / "one")
-    assert weights(tmp_path / "two") == weights(tmp_path / "one")
+def test_two_processes_give_the_bits_of_one_with_two_leaves(
+    file: Path, tmp_path: Path, two: Path, kind: str
+):
+    alone(file, tmp_path, 2, KINDS[kind])
+    assert runs.metrics(two / kind) == runs.metrics(tmp_path)
+    assert runs.samples(two / kind) == runs.samples(tmp_path)
+    assert weights(two / kind) == weights(tmp_path)
 
 
-@pytest.mark.parametrize("mini_batches", ["1", "4"], ids=["", "leaves without a group"])
-def test_four_processes_and_four_leaves_on_two(file: Path, tmp_path: Path, mini_batches: str):
-    settings = FOUR | {"rl.mini_batches": mini_batches}
-    train(file, tmp_path / "four", 4, settings)
-    train(file, tmp_path / "two", 2, settings | {"train.gradient_leaves": "4"})
-    alone(file, tmp_path / "one", 4, settings)
-    for name in ("four", "two"):
-        assert runs.metrics(tmp_path / name) == runs.metrics(tmp_path / "one")
-        assert weights(tmp_path / name) == weights(tmp_path / "one")
+def test_four_processes_and_four_leaves_on_two(file: Path, tmp_path: Path):
+    """With four mini-batches most leaves have no group."""
+    kinds = {n: FOUR | {"rl.mini_batches": n} for n in ("1", "4")}
+    leaves = {"train.gradient_leaves": "4"}
+    train_many(file, 4, {tmp_path / f"four{n}": s for n, s in kinds.items()})
+    train_many(file, 2, {tmp_path / f"two{n}": s | leaves for n, s in kinds.items()})
+    for n, settings in kinds.items():
+        alone(file, tmp_path / n, 4, settings)
+        for name in ("four", "two"):
+            assert runs.metrics(tmp_path / f"{name}{n}") == runs.metrics(tmp_path / n)
+            assert weights(tmp_path / f"{name}{n}") == weights(tmp_path / n)
 
 
 def test_other_leaves_are_another_sum(file: Path, tmp_path: Path):
@@ -159,7 +190,7 @@ def test_processes_leave_together_with_a_checkpoint(
     found = checkpoint.newest(tmp_path / "out" / "checkpoints")
     assert found is not None
     steps = {"train.steps": str(int(found.name.removeprefix("step_")) + 1), "eval.every": "0"}
-    train(file, tmp_path / "out", 2, FOUR | steps, "--resume")
+    alone(file, tmp_path / "out", 2, FOUR | steps, resume=True)
     alone(file, tmp_path / "whole", 2, FOUR | steps)
     assert runs.metrics(tmp_path / "out") == runs.metrics(tmp_path / "whole")
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
