@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from samebit.cli import main
 from samebit.log import Reporter
 from samebit.loop import Run
-from samebit.ranks import world
+from samebit.ranks import ALONE, world
 from samebit.replay import replay
 from samebit.train import checkpoint
 from samebit.train.leaves import GradientTree, leaves_of, split_leaves
@@ -446,6 +447,16 @@ def test_the_tree_adds_pairs(leaves: int):
         sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
     assert parameter.grad is not None
     assert torch.equal(parameter.grad, sums[0])
+
+
+def test_vectors_of_a_gpu_are_joined_in_main_memory():
+    """As the watchdog and a replay ask for log-probs; fake tensors know the rules of devices."""
+    with FakeTensorMode():
+        on_gpu = [torch.ones(2, device="cuda"), torch.ones(3, device="cuda")]
+        with pytest.raises(Exception, match="device"):
+            torch.cat([torch.zeros(0), *on_gpu[:1], torch.ones(1)])
+        found = ALONE.cat(on_gpu, torch.device("cpu"))
+        assert found.device.type == "cpu" and found.shape == (5,)
 
 
 def test_leaves_of_a_run():

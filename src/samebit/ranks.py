@@ -88,8 +88,8 @@ class Ranks:
         return self.gather(value if self.leads else None)[0]  # type: ignore[return-value]
 
     def cat(self, mine: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """Everybody's vectors, FP32, one after the other, on `device`."""
-        joined = torch.cat([torch.zeros(0, device=device), *mine])
+        """Everybody's vectors, FP32, one after the other, on `device`, wherever they were."""
+        joined = torch.cat([torch.zeros(0, device=device), *(part.to(device) for part in mine)])
         if self.size == 1:
             return joined
         return torch.cat(self.gather(joined.cpu())).to(device)

@@ -227,7 +227,6 @@ class Trainer:
             return
         calibrates = last and rollout.scores.shadow_old is not None
         whole = self._pack_whole(rollout, share)
-        assert rollout.scores.old is not None or calibrates
         if calibrates:
             logp = self._everybodys(self.scorer.log_probs(self.model, share.batches))
             shadow = self._everybodys(self.scorer.shadow_log_probs(share.batches))
